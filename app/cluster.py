@@ -1,0 +1,115 @@
+"""The Ray cluster a run works on: a running one, or a local one of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from app.config import RayConfig
+from app.errors import UserError
+from app.jobs import job_env_vars
+
+log = logging.getLogger("draftmill")
+
+# Threads fight with the control plane on small machines unless they are limited (two cores: gloo time-outs).
+_WORKER_ENV = {"TOKENIZERS_PARALLELISM": "false", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
+
+
+def connect(config: RayConfig) -> None:
+    """Connect this process to Ray; nothing happens where it is connected.
+
+    Raises:
+        UserError: the address named cannot be reached.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    address = config.address or ("auto" if os.environ.get("RAY_ADDRESS") else None)
+    env_vars = {k: v for k, v in {**_WORKER_ENV, **_passed_on()}.items() if k not in job_env_vars()}
+    common: dict[str, Any] = {
+        "log_to_driver": True,
+        "logging_level": logging.WARNING,
+        "runtime_env": {"env_vars": env_vars},
+        "namespace": "draftmill",
+    }
+    os.environ.update({k: v for k, v in _WORKER_ENV.items() if k not in os.environ})
+    if address is not None and address != "local":
+        try:
+            ray.init(address=address, **common)
+        except Exception as error:
+            lines = str(error).strip().splitlines()
+            raise UserError(
+                f"the Ray cluster at {address} cannot be reached ({lines[0][:200] if lines else error});"
+                " check ray.address, or set ray.address=local for a cluster of your own"
+            ) from error
+        log.info("connected to the Ray cluster at %s", address)
+        return
+    ray.init(
+        address="local",
+        num_cpus=config.num_cpus,
+        object_store_memory=int(config.object_store_gib * 2**30),
+        include_dashboard=config.dashboard,
+        **common,
+    )
+    url = ray.get_runtime_context().gcs_address
+    dashboard = getattr(ray._private.worker._global_node, "webui_url", None)
+    log.info(
+        "started a local Ray cluster (%s)%s", url, f", dashboard http://{dashboard}" if dashboard else ""
+    )
+
+
+def is_connected() -> bool:
+    """Whether this process is connected to Ray; does not import it."""
+    ray = sys.modules.get("ray")
+    return bool(ray is not None and ray.is_initialized())
+
+
+def disconnect() -> None:
+    """Leave the cluster; a local one ends with it."""
+    if is_connected():
+        import ray
+
+        ray.shutdown()
+
+
+def gpu_count() -> int:
+    """GPUs of the connected cluster."""
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The fault of a person's making inside Ray's wrappers, or the error itself."""
+    seen: set[int] = set()
+    queue: list[BaseException | None] = [error]
+    while queue:
+        current = queue.pop(0)
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        if isinstance(current, UserError):
+            return current
+        queue += [getattr(current, "cause", None), current.__cause__, current.__context__]
+        queue += (
+            list(getattr(current, "worker_failures", {}).values())
+            if hasattr(current, "worker_failures")
+            else []
+        )
+    return error
+
+
+def _passed_on() -> dict[str, str]:
+    """Environment that workers need as the driver has it. Credentials stay out: Ray shows these values."""
+    names = (
+        "XDG_CACHE_HOME",
+        "HF_HOME",
+        "HF_HUB_OFFLINE",
+        "AWS_ENDPOINT_URL",
+        "AWS_REGION",
+        "AWS_DEFAULT_REGION",
+    )
+    return {k: v for k, v in os.environ.items() if k.startswith(("DRAFTMILL_", "VLLM_")) or k in names}

@@ -1,0 +1,343 @@
+"""The run configuration: one typed tree, every default here once, with its unit.
+
+Read from YAML, then changed by dotted overrides from the command line (`train.epochs=2`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from app.errors import UserError
+from app.redact import find_secrets
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class TargetConfig(Section):
+    model: str = Field("smollm2-135m", description="a folder, a hub id, or a packaged target (smollm2-135m)")
+    revision: str | None = Field(None, description="hub revision")
+    trust_remote_code: bool = Field(False, description="run code that comes with the model")
+    chat_template: str | None = Field(None, description="file that replaces the tokenizer's chat template")
+    template_kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to the chat template")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", description="numeric type the engine runs in"
+    )
+
+
+class SourceConfig(Section):
+    name: str | None = Field(None, description="label in reports; default: the file's name")
+    path: str = Field(description="JSONL file or glob, any fsspec URL")
+    use: Literal["regenerate", "as_is"] = Field(
+        "regenerate", description="let the target answer anew, or take the conversation as it is"
+    )
+    domain: str | None = Field(None, description="domain of rows that name none; default: the source's name")
+    limit: int | None = Field(None, gt=0, description="rows to take from the start")
+    system_prompt: str | None = Field(None, description="added to conversations that open without one")
+    max_reject_share: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="share of rows that may be rejected (repeats not counted) before the run stops",
+    )
+
+    @property
+    def label(self) -> str:
+        return self.name or Path(self.path).stem
+
+
+class GenerateConfig(Section):
+    engine: str = Field("vllm", description="vllm, or module:Class of an engine of your own")
+    max_length: int = Field(2048, gt=8, description="tokens of prompt and answer together")
+    max_new_tokens: int = Field(512, gt=0, description="tokens of one answer")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0 is off")
+    seed: int = Field(0, description="sampling seed; each request adds its own")
+    replicas: int = Field(1, gt=0, description="engines side by side")
+    tensor_parallel: int = Field(1, gt=0, description="GPUs per engine")
+    max_num_seqs: int = Field(64, gt=0, description="requests decoded at once per engine")
+    parts_in_flight: int = Field(
+        2, gt=0, description="parts an engine works on at once, so that it never drains"
+    )
+    enforce_eager: bool = Field(False, description="no CUDA graphs and no compile (always on without GPUs)")
+    kv_cache_gib: float = Field(2.0, gt=0, description="GiB of KV cache, CPU engines only")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM as they are")
+    max_error_share: float = Field(
+        0.05, ge=0, le=1, description="share of rows that may fail before the run stops"
+    )
+    max_attempts: int = Field(
+        4, gt=0, description="times a part may end its engine's process before the run stops"
+    )
+    row_timeout_s: float = Field(
+        1800, gt=0, description="seconds one request may take before its row is rejected"
+    )
+
+
+class CaptureConfig(Section):
+    mode: Literal["auxiliary", "extract"] = Field(
+        "auxiliary", description="the model's auxiliary outputs, or vLLM's extract method"
+    )
+    layers: list[int] | None = Field(
+        None, description="three ids k, state after k layers; default {2, n//2, n-3}"
+    )
+    mask: Literal["auto", "engine", "generation_tags", "prefix", "all"] = Field(
+        "auto",
+        description="where supervised tokens come from; auto: the engine's boundary for regenerated rows,"
+        " else generation tags, else append-only prefix rendering; all must be asked for by name",
+    )
+    max_empty_mask_share: float = Field(
+        0.01, ge=0, le=1, description="share of rows with nothing supervised before the run refuses to start"
+    )
+    max_bad_rows_per_part: int = Field(
+        0, ge=0, description="rows of a part whose states fail the checks before the run stops"
+    )
+
+
+class VocabConfig(Section):
+    size: int | None = Field(32000, gt=0, description="draft vocabulary Vd; null or >= V: the target's own")
+
+
+class TrainConfig(Section):
+    workers: int = Field(1, gt=0, description="Ray Train workers")
+    use_gpu: bool | None = Field(None, description="default: GPUs when the cluster has them")
+    cpus_per_worker: int = Field(2, gt=0, description="CPU threads per worker, CPU training only")
+    epochs: float = Field(3, gt=0)
+    learning_rate: float = Field(1e-4, gt=0)
+    min_learning_rate_ratio: float = Field(0.0, ge=0, le=1, description="rate at the end over the peak")
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: float = Field(0.02, ge=0, lt=1, description="share of the steps")
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = Field(0.5, gt=0, description="global norm")
+    unroll_steps: int = Field(7, gt=0, le=16, description="K")
+    step_decay: float = Field(0.8, gt=0, le=1, description="w, weight of unroll step k is w^k")
+    out_of_vocab: Literal["renormalise", "drop"] = Field(
+        "renormalise",
+        description="teacher mass outside the draft vocabulary: spread, or drop rows whose top is outside",
+    )
+    tokens_per_step: int = Field(8192, gt=0, description="tokens per optimiser step over all workers")
+    validation_share: float = Field(
+        0.05, ge=0, lt=1, description="share of conversations held out for validation"
+    )
+    validate_every_epochs: float = Field(1.0, gt=0)
+    checkpoint_every_s: float = Field(300, gt=0, description="seconds between checkpoints")
+    keep_checkpoints: int = Field(2, gt=0)
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    num_attention_heads: int | None = Field(None, description="default: the target's")
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    norm_before_residual: bool = False
+    seed: int = 0
+
+
+class EvaluateConfig(Section):
+    holdout: int = Field(
+        64,
+        ge=0,
+        description="conversations kept from training, captured for the offline estimate, then benchmarked",
+    )
+    holdout_seed: int = 0
+    num_draft_tokens: int = Field(3, gt=0, description="k of the acceptance walk; bench uses the same")
+    bootstrap: int = Field(1000, gt=0, description="resamples of the 95 % interval")
+
+
+class ExportConfig(Section):
+    checkpoint: Literal["best", "last"] = Field("last", description="best: by validation acceptance length")
+    embed_tokens: bool = Field(
+        True, description="write the target's embedding, bit-exact; vLLM shares it if absent"
+    )
+
+
+class BenchConfig(Section):
+    max_new_tokens: int | None = Field(None, gt=0, description="default: generate.max_new_tokens")
+    concurrency: int = Field(8, gt=0, description="requests at once")
+    repeats: int = Field(1, gt=0, description="measured passes over the prompts, after one warm-up request")
+    engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM as they are")
+
+
+class RayConfig(Section):
+    address: str | None = Field(
+        None,
+        description="null: the cluster of RAY_ADDRESS or of the submitted job, else a local one; local; or host:port",
+    )
+    num_cpus: int | None = Field(None, gt=0, description="CPUs of a local cluster; default: all")
+    object_store_gib: float = Field(
+        0.5, gt=0, description="GiB, local cluster only; states never pass through it"
+    )
+    dashboard: bool = Field(True, description="local cluster only")
+    engine_cpus: float = Field(1, gt=0, description="CPUs reserved per engine")
+
+
+class StorageConfig(Section):
+    rows_per_part: int = Field(64, gt=0, description="rows of one part: the unit of work and of resume")
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="fsspec options of the run folder, endpoint_url say; never put keys here",
+    )
+    lease_timeout_s: float = Field(
+        60, gt=0, description="seconds after which a silent driver on another host is dead"
+    )
+    verify: Literal["checksum", "size"] = Field(
+        "checksum", description="how committed parts are verified on resume"
+    )
+
+
+class Config(Section):
+    run_dir: str = Field("runs/default", description="run folder: local path or fsspec URL")
+    target: TargetConfig = TargetConfig()
+    sources: list[SourceConfig] = Field(min_length=1)
+    generate: GenerateConfig = GenerateConfig()
+    capture: CaptureConfig = CaptureConfig()
+    vocab: VocabConfig = VocabConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    export: ExportConfig = ExportConfig()
+    bench: BenchConfig = BenchConfig()
+    ray: RayConfig = RayConfig()
+    storage: StorageConfig = StorageConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        labels = [s.label for s in self.sources]
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        if twice:
+            raise ValueError(f"sources share the name {twice[0]!r}; give each its own `name`")
+        return self
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def load_config(path: str | None, overrides: list[str]) -> Config:
+    """Read the YAML file at `path` and apply `section.key=value` overrides.
+
+    Raises:
+        UserError: the file or a value is wrong; the sentence names the key and, for a typo, the one meant.
+    """
+    data: Any = {}
+    if path is not None:
+        try:
+            data = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except OSError as error:
+            raise UserError(f"configuration {path} cannot be read: {error.strerror or error}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            where = getattr(error, "problem_mark", None)
+            line = f" line {where.line + 1}" if where is not None else ""
+            raise UserError(f"configuration {path}{line} is not valid YAML: {_first_line(error)}") from error
+    if not isinstance(data, dict):
+        raise UserError(f"configuration {path} must be a mapping of sections, not {type(data).__name__}")
+    return parse_config(apply_overrides(data, overrides), path or "the command line")
+
+
+def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """Plain data with `section.key=value` overrides set in it.
+
+    Raises:
+        UserError: an override is not of that form or points nowhere.
+    """
+    for override in overrides:
+        _apply_override(data, override)
+    return data
+
+
+def parse_config(data: dict[str, Any], where: str) -> Config:
+    """Validate plain data as a Config.
+
+    Raises:
+        UserError: as `load_config`.
+    """
+    for key in find_secrets(data):
+        raise UserError(
+            f"{where}: {key} looks like a secret; the run folder stores the configuration,"
+            " so pass credentials by environment variables instead"
+        )
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise UserError(f"{where}: " + "; ".join(_explain(e) for e in error.errors()[:5])) from error
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r} is not of the form section.key=value")
+    try:
+        value = yaml.safe_load(text) if text else None
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"override {override!r}: the value is not valid YAML ({_first_line(error)})"
+        ) from error
+    if isinstance(value, str):
+        value = _number(value)
+    node: Any = data
+    parts = key.split(".")
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        if isinstance(node, list):
+            if not part.isdigit() or int(part) >= len(node):
+                raise UserError(
+                    f"override {override!r}: {'.'.join(parts[:depth])} has {len(node)} entries, from 0"
+                )
+            if last:
+                node[int(part)] = value
+            else:
+                node = node[int(part)]
+        elif not isinstance(node, dict):
+            raise UserError(f"override {override!r}: {'.'.join(parts[:depth])} is a value, not a section")
+        elif last:
+            node[part] = value
+        else:
+            if node.get(part) is None:
+                node[part] = {}
+            node = node[part]
+
+
+def _number(text: str) -> Any:
+    """YAML 1.1 reads 1e-4 as a string; people mean a number."""
+    try:
+        return float(text) if "e" in text.lower() and text[0] in "+-.0123456789" else text
+    except ValueError:
+        return text
+
+
+def _explain(error: Any) -> str:
+    location = [str(p) for p in error["loc"]]
+    key = ".".join(location)
+    if error["type"] == "extra_forbidden":
+        known = _fields_at(location[:-1])
+        close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+        return f"unknown key {key!r}; {hint}"
+    if error["type"] == "missing":
+        return f"{key!r} is missing"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if not key:
+        return message
+    return f"{key} = {error['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _fields_at(location: list[str]) -> list[str]:
+    model: Any = Config
+    for part in location:
+        if part.isdigit():
+            continue
+        annotation = model.model_fields[part].annotation
+        inner = [a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
+        model = inner[0] if inner else annotation
+    return list(model.model_fields)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,1 @@
+"""Target engines: generation with the hidden states captured on the way."""

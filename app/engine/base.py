@@ -1,0 +1,70 @@
+"""The interface between the generate stage and an engine, and nothing of vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine needs to start: plain, picklable values."""
+
+    model: str  # local folder of the target
+    aux_layer_ids: tuple[int, ...]  # three ids k, ascending: state after k layers (CONTRACTS.md section 1)
+    num_layers: int  # n; s_n is captured as the teacher state
+    capture_mode: str = "auxiliary"  # auxiliary | extract
+    dtype: str = "bfloat16"
+    max_model_len: int = 2048  # tokens, prompt and answer
+    max_num_seqs: int = 64  # requests decoded at once
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    trust_remote_code: bool = False
+    seed: int = 0
+    kv_cache_gib: float | None = None  # CPU only: GiB of KV cache
+    cpu_threads: int | None = None  # CPU only: compute threads; None: every core the process may use
+    gpu_memory_utilization: float = 0.9
+    engine_args: dict[str, Any] = field(default_factory=dict)  # passed through to vLLM
+
+
+@dataclass(frozen=True)
+class Request:
+    """One engine request. With `answer_ids` the answer was made elsewhere: states come by prefill."""
+
+    request_id: str
+    prompt_ids: list[int]
+    max_new_tokens: int
+    sampling: dict[str, Any] = field(default_factory=dict)  # vLLM SamplingParams names
+    answer_ids: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the target emitted and saw. T = prompt + answer tokens."""
+
+    answer_ids: list[int]  # token ids from the engine, the end token included when it was emitted
+    finish_reason: str  # "stop" | "length" | "prefill"
+    states: Tensor  # [T-1, 4, H] target dtype, CPU: s_a, s_b, s_c, s_n for positions 0..T-2
+
+
+class Engine(Protocol):
+    """A started target engine. `complete` may be awaited by many callers at once."""
+
+    async def complete(self, request: Request) -> Completion:
+        """Run one request.
+
+        Raises:
+            RowError: this request alone is at fault; the engine goes on.
+            EngineError: the engine is dead; every later call fails too.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop the engine and release its processes and memory."""
+        ...
+
+
+class EngineError(Exception):
+    """The engine itself failed; the actor that holds it must end and be replaced."""

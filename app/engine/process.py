@@ -1,0 +1,31 @@
+"""Environment of a process that is about to hold a vLLM engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+
+def prepare_process(cpu_threads: int | None = None) -> None:
+    """Set what vLLM reads at import: the engine core in this process, quiet logs, every core for arithmetic.
+
+    Args:
+        cpu_threads: compute threads of a CPU engine; None: every core the process may use.
+    """
+    settings = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if importlib.util.find_spec("flashinfer") is None:
+        settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
+
+    if not torch.cuda.is_available():
+        threads = cpu_threads or len(os.sched_getaffinity(0))
+        # Ray gives OMP_NUM_THREADS = CPUs of the task, often one.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)

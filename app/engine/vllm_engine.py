@@ -1,0 +1,354 @@
+"""A vLLM engine in this process that returns the target's hidden states with its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import queue
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from app.engine.base import Completion, EngineError, EngineSpec, Request
+from app.engine.capture_store import MissingStates, WorkerStores
+from app.engine.vllm_args import check_engine_args, engine_args, first_line, vllm_request
+from app.errors import RowError, UserError
+
+_IDLE_S = 0.5  # how long the idle engine waits for the inbox at a time
+
+
+@dataclass
+class Job:
+    """One request under way, under the key that the worker files its states by."""
+
+    key: str
+    request: Request
+    prompt: list[int]
+    params: Any  # SamplingParams
+    future: Future[Completion] = field(default_factory=Future)
+
+
+class Answered(NamedTuple):
+    """A request vLLM has finished; states of positions 0..positions-1 are wanted."""
+
+    job: Job
+    answer: list[int]
+    reason: str
+    positions: int
+
+
+@dataclass
+class _Call:
+    """Something to run on the engine's thread, between steps."""
+
+    function: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future)
+
+
+class VllmEngine:
+    """One target in vLLM, stepped by a thread of its own; requests join and leave the batch at any time.
+
+    A second thread hands finished requests over, so that the engine does not wait for the last copies.
+
+    Args:
+        spec: what to start.
+        self_check: prove the capture on a few fixed prompts first (app/engine/self_check.py).
+
+    Raises:
+        UserError: vLLM cannot start so, or the self-check fails.
+    """
+
+    def __init__(self, spec: EngineSpec, self_check: bool = True) -> None:
+        check_engine_args(spec)
+        self.spec = spec
+        self.vocab_size = 0
+        self._engine: Any = None  # vLLM's LLMEngine, touched by the engine's thread alone
+        self._stores: WorkerStores | None = None  # of the worker, where it lives in this process
+        self._exports: tempfile.TemporaryDirectory[str] | None = None  # from a worker in another process
+        self._inbox: queue.SimpleQueue[Job | _Call | str | None] = queue.SimpleQueue()
+        self._jobs: dict[str, Job] = {}
+        self._late: list[Answered] = []  # mode extract: their states come with the next step
+        self._dead: EngineError | None = None
+        self._count = 0
+        self._count_lock = threading.Lock()
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="draftmill-finish")
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name="draftmill-engine", daemon=True
+        )
+        self._thread.start()
+        try:
+            started.result()
+            if self_check:
+                from app.engine.self_check import run_self_check
+
+                run_self_check(self)
+        except BaseException:
+            self.close()
+            raise
+
+    # For callers, from any thread or event loop.
+
+    async def complete(self, request: Request) -> Completion:
+        """Run one request; cancelling the caller aborts it.
+
+        Raises:
+            RowError: `empty_prompt`, `prompt_too_long`, `answer_too_long`, `bad_token`, `bad_sampling`,
+                `bad_request` or `engine_aborted`: this request alone is at fault.
+            EngineError: the engine is dead, or states of this request are missing (then it dies of it).
+        """
+        job = self.submit(request)
+        try:
+            return await asyncio.wrap_future(job.future)
+        except asyncio.CancelledError:
+            self._inbox.put(job.key)
+            raise
+
+    def submit(self, request: Request) -> Job:
+        """Post a request. The job's `future` yields what `complete` returns or raises.
+
+        Raises:
+            RowError, EngineError: as `complete`, where it shows at once.
+        """
+        if self._dead is not None:
+            raise self._dead
+        prompt, params = vllm_request(request, self.spec, self.vocab_size)
+        with self._count_lock:
+            self._count += 1
+            key = f"r{self._count}"  # ours, not the caller's: unique, and without the dash vLLM appends
+        job = Job(key, request, prompt, params)
+        job.future.set_running_or_notify_cancel()
+        self._post(job)
+        return job
+
+    def close(self) -> None:
+        """Stop the engine and release its memory and threads; requests under way get an EngineError."""
+        self._dead = self._dead or EngineError("the engine was closed")
+        self._inbox.put(None)
+        self._thread.join()
+        self._finisher.shutdown(wait=True)
+
+    def check_embeddings(self, on: bool) -> bool:
+        """Start or stop keeping s_0, for the self-check; False where the model class does not give it."""
+        return bool(self._call(lambda: self._rpc("check_embeddings", on)))
+
+    def take_embeddings(self, job: Job, count: int) -> Tensor:
+        """s_0 of positions 0..count-1 of a finished job, [count, H]."""
+        rows: Tensor = self._call(lambda: self._rpc("take_embeddings", job.key, count))
+        return rows[:, 0]
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """Run `function` on the engine's thread, between two steps, and return its result."""
+        if self._dead is not None:
+            raise self._dead
+        call = _Call(function)
+        self._post(call)
+        return call.future.result()
+
+    def _post(self, item: Job | _Call) -> None:
+        self._inbox.put(item)
+        if self._dead is not None:  # since the caller looked; the inbox may not be read any more
+            self._fail_all(self._dead)
+
+    # The engine's thread.
+
+    def _run(self, started: Future[None]) -> None:
+        try:
+            self._start()
+        except BaseException as error:
+            fault = UserError(f"vLLM could not start {self.spec.model}: {first_line(error)}")
+            fault.__cause__ = error
+            self._dead = EngineError(str(fault))
+            self._shut_down()
+            started.set_exception(fault)
+            return
+        started.set_result(None)
+        try:
+            self._loop()
+        except BaseException as error:
+            fault_ = EngineError(f"vLLM failed with {type(error).__name__}: {first_line(error)}")
+            fault_.__cause__ = error
+            self._dead = self._dead or fault_
+        self._dead = self._dead or EngineError("the engine was stopped")
+        self._shut_down()
+        self._fail_all(self._dead)
+
+    def _start(self) -> None:
+        from app.engine.process import prepare_process
+
+        prepare_process(self.spec.cpu_threads)  # on this thread: it does the arithmetic of a CPU engine
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        args = engine_args(self.spec, bool(current_platform.is_cpu()))
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**args))
+        self.vocab_size = int(self._engine.model_config.get_vocab_size())
+        if args["distributed_executor_backend"] == "uni":
+            self._stores = self._rpc("capture_stores")
+        else:
+            self._exports = tempfile.TemporaryDirectory(prefix="draftmill-states-", dir=_export_root())
+
+    def _rpc(self, method: str, *args: Any) -> Any:
+        """Run a method of the first worker."""
+        return self._engine.collective_rpc(method, args=args)[0]
+
+    def _loop(self) -> None:
+        while self._read_inbox(wait=not (self._jobs or self._late)):
+            if not (self._jobs or self._late):
+                continue
+            late, self._late = self._late, []
+            for output in self._engine.step():
+                if output.finished:
+                    self._finish(output)
+            for answered in late:
+                self._hand_over(answered)
+
+    def _read_inbox(self, wait: bool) -> bool:
+        """Take what was posted; False when the engine is to stop."""
+        while self._dead is None:
+            try:
+                item = self._inbox.get(timeout=_IDLE_S) if wait else self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            wait = False
+            if item is None:
+                break
+            if isinstance(item, Job):
+                self._add(item)
+            elif isinstance(item, _Call):
+                try:
+                    item.future.set_result(item.function())
+                except Exception as error:
+                    item.future.set_exception(error)
+            elif self._jobs.pop(item, None) is not None:
+                self._engine.abort_request([item])
+        return False
+
+    def _add(self, job: Job) -> None:
+        import vllm.exceptions
+        from vllm.inputs import TokensPrompt
+
+        try:
+            self._engine.add_request(job.key, TokensPrompt(prompt_token_ids=job.prompt), job.params)
+        except (ValueError, TypeError, vllm.exceptions.VLLMValidationError) as error:
+            self._engine.abort_request([job.key])
+            at_fault = getattr(error, "parameter", None) in job.request.sampling
+            job.future.set_exception(
+                RowError("bad_sampling" if at_fault else "bad_request", first_line(error))
+            )
+            return
+        self._jobs[job.key] = job
+
+    def _finish(self, output: Any) -> None:
+        job = self._jobs.pop(output.request_id, None)
+        if job is None:
+            return
+        answer, reason = list(output.outputs[0].token_ids), output.outputs[0].finish_reason
+        if reason not in ("stop", "length"):
+            job.future.set_exception(RowError("engine_aborted", f"vLLM ended the request with {reason!r}"))
+            return
+        if job.request.answer_ids is not None:
+            answer, reason = list(job.request.answer_ids), "prefill"
+        answered = Answered(job, answer, reason, len(job.request.prompt_ids) + len(answer) - 1)
+        if self.spec.capture_mode == "extract":
+            # The connector copies a finished request's blocks in the step after: run that one in any case.
+            self._late.append(answered)
+        else:
+            self._hand_over(answered)
+
+    def _hand_over(self, answered: Answered) -> None:
+        path = None
+        if self._exports is not None:
+            path = os.path.join(self._exports.name, answered.job.key)
+            self._rpc("export_states", answered.job.key, answered.positions, path)
+        self._finisher.submit(self._deliver, answered, path)
+
+    def _deliver(self, answered: Answered, path: str | None) -> None:
+        """On the finisher's thread: wait for the last copies and answer the caller."""
+        job, answer, reason, positions = answered
+        try:
+            if path is not None:
+                states = _read_export(path)
+            else:
+                assert self._stores is not None
+                states = self._stores.states.take(job.key, positions)
+            job.future.set_result(Completion(answer, reason, states))
+        except MissingStates as error:
+            # Capture no longer follows the engine: no later request could be trusted either.
+            fault = EngineError(f"request {job.request.request_id}: {error}")
+            self._dead = self._dead or fault
+            job.future.set_exception(fault)
+            self._inbox.put(None)
+        except BaseException as error:
+            _set_exception(job.future, error)
+
+    def _fail_all(self, error: EngineError) -> None:
+        """Answer everything that waits with `error`."""
+        for job in [*self._jobs.values(), *(late.job for late in self._late)]:
+            _set_exception(job.future, error)
+        self._jobs.clear()
+        self._late.clear()
+        while True:
+            try:
+                item = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(item, Job | _Call):
+                _set_exception(item.future, error)
+
+    def _shut_down(self) -> None:
+        """Release vLLM, whatever state it is in."""
+        self._finisher.shutdown(wait=True)  # it reads the worker's store
+        self._stores = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            for release in (engine.engine_core.shutdown, engine.renderer.shutdown):
+                with contextlib.suppress(Exception):
+                    release()
+        if self._exports is not None:
+            self._exports.cleanup()
+        del engine
+        gc.collect()
+
+
+def _set_exception(future: Future[Any], error: BaseException) -> None:
+    with contextlib.suppress(InvalidStateError):  # answered in the meantime
+        future.set_exception(error)
+
+
+def _export_root() -> str:
+    """Shared memory where it is large enough for states under way, else the temporary folder."""
+    shared = "/dev/shm"
+    if os.path.isdir(shared) and shutil.disk_usage(shared).free > 8 * 2**30:
+        return shared
+    return tempfile.gettempdir()
+
+
+def _read_export(path: str, timeout_s: float = 120.0) -> Tensor:
+    """The states that a worker in another process wrote to `path`; the file is removed.
+
+    Raises:
+        MissingStates: the worker says so, or nothing came in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not os.path.exists(path):
+        if os.path.exists(path + ".error"):
+            with open(path + ".error") as handle:
+                raise MissingStates(handle.read())
+        if time.monotonic() > deadline:
+            raise MissingStates(f"no states came from the worker within {timeout_s:.0f} s")
+        time.sleep(0.002)
+    states: Tensor = torch.load(path, weights_only=True)
+    os.unlink(path)
+    return states

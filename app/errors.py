@@ -1,0 +1,24 @@
+"""Errors meant for the person who runs the job."""
+
+
+class UserError(Exception):
+    """A fault the person who runs the job can mend.
+
+    The message is one clear sentence: what is wrong, where, and what to change.
+    The command line prints it without a traceback and exits with status 1.
+    """
+
+
+class RowError(Exception):
+    """A fault of one row; the row is rejected with `reason` and the run goes on.
+
+    `reason` is a short identifier counted in reports (`prompt_too_long`), `detail` says more in words.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason

@@ -1,0 +1,118 @@
+"""Submission to a Ray cluster as a job, and what changes inside one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from app.config import Config
+from app.errors import UserError
+
+log = logging.getLogger("draftmill")
+_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it in the driver of a submitted job
+
+
+def in_job() -> bool:
+    """Whether this process is the driver of a submitted job."""
+    return _JOB_CONFIG in os.environ
+
+
+def job_env_vars() -> dict[str, str]:
+    """Environment the job's own runtime_env sets; setting it again is an error to Ray."""
+    try:
+        config = json.loads(os.environ.get(_JOB_CONFIG, "{}"))
+    except ValueError:
+        return {}
+    return dict((config.get("runtime_env") or {}).get("env_vars") or {})
+
+
+def is_relative(run_dir: str) -> bool:
+    return "://" not in run_dir and not Path(run_dir).expanduser().is_absolute()
+
+
+def settle_run_dir(config: Config) -> Config:
+    """The configuration with an absolute run folder.
+
+    A submitted job runs in a copy of the working directory that Ray throws away, so a relative folder there means
+    one under `~/draftmill` of the head node, where a resubmission finds it again.
+    """
+    if not is_relative(config.run_dir):
+        return config
+    base = Path.home() / "draftmill" if in_job() else Path.cwd()
+    run_dir = str(base / config.run_dir)
+    if in_job():
+        log.warning(
+            "run_dir %s is relative and this is a submitted job: the run is kept in %s",
+            config.run_dir,
+            run_dir,
+        )
+    return config.model_copy(update={"run_dir": run_dir})
+
+
+def submit(config: Config, config_path: str, overrides: list[str], address: str | None, follow: bool) -> int:
+    """Submit `draftmill run` on the working directory; returns the exit status.
+
+    Raises:
+        UserError: the cluster cannot be reached, or the configuration file is outside the working directory.
+    """
+    path = Path(config_path)
+    try:
+        inside = path.resolve().relative_to(Path.cwd())
+    except ValueError as error:
+        raise UserError(
+            f"{path} is outside the current folder, which is what gets submitted; run from its folder"
+        ) from error
+    run_dir = settle_run_dir(config).run_dir
+    kept = [o for o in overrides if not o.startswith("run_dir=")]
+    command = ["python", "-m", "app", "run", str(inside), *kept, f"run_dir={run_dir}"]
+    client = _client(address)
+    job = client.submit_job(
+        entrypoint=shlex.join(command),
+        runtime_env={
+            "working_dir": ".",
+            "excludes": [".git", ".venv", "runs", ".setup.log", "*.safetensors"],
+        },
+        metadata={"run_dir": run_dir, "verb": "run"},
+    )
+    print(f"submitted {job}; run folder {run_dir}")
+    if not follow:
+        print(f"follow it with: RAY_AUTH_MODE=token ray job logs --follow {job}")
+        return 0
+    return _follow(client, job)
+
+
+def _client(address: str | None) -> Any:
+    # Ray's clusters ask for a token by default, and its client sends one only in this mode.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    from ray.job_submission import JobSubmissionClient
+
+    address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
+    try:
+        return JobSubmissionClient(address)
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise UserError(
+            f"no Ray cluster answers at {address or 'the default address'} ({lines[0][:200] if lines else error});"
+            " start one with `ray start --head`, or give --address http://HOST:8265"
+        ) from error
+
+
+def _follow(client: Any, job: str) -> int:
+    import asyncio
+
+    async def tail() -> None:
+        async for text in client.tail_job_logs(job):
+            print(text, end="", flush=True)
+
+    try:
+        asyncio.run(tail())
+    except KeyboardInterrupt:
+        print(f"\n{job} goes on; follow it again with: ray job logs --follow {job}")
+        return 0
+    status = str(client.get_job_status(job))
+    print(f"{job}: {status}")
+    return 0 if status == "SUCCEEDED" else 1

@@ -1,0 +1,243 @@
+"""The part: the unit of work, of commit and of resume.
+
+A committed part of the generate stage is three objects in `generate/parts/`:
+
+- `part-00007-<sha8>.parquet`      one row per sample: token ids, loss mask, messages, finish reason, ...
+- `part-00007-<sha8>.safetensors`  states: `aux` [N, 3*H] and `teacher` [M, H] in the capture dtype
+- `part-00007.json`                the entry, written last: names, sizes and checksums of both, counts, rejects
+
+A part without a valid entry is work to do. Data names carry their own checksum, so that a writer that was
+given up for dead can never overwrite what another has committed.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from app.storage import Store, file_sha256
+
+PARTS = "generate/parts"
+FORMAT_VERSION = 1
+
+INGEST_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),  # conversation id: hash of the canonical conversation
+        ("source", pa.string()),
+        ("domain", pa.string()),
+        ("use", pa.string()),  # regenerate | as_is
+        ("where", pa.string()),  # file:line
+        ("messages", pa.string()),  # JSON list
+        ("template_kwargs", pa.string()),  # JSON
+        ("sampling", pa.string()),  # JSON, the row's own values over generate's
+        (
+            "prompt_ids",
+            pa.list_(pa.int32()),
+        ),  # regenerate: the first turn's prompt; as_is: up to the first answer
+        ("answer_ids", pa.list_(pa.int32())),  # as_is only
+        ("loss_mask", pa.list_(pa.bool_())),  # as_is only, over prompt + answer
+        ("mask_method", pa.string()),
+    ]
+)
+
+SAMPLE_SCHEMA = pa.schema(
+    [
+        ("sample_id", pa.string()),  # conversation id and turn
+        ("conversation_id", pa.string()),
+        ("turn", pa.int32()),
+        ("source", pa.string()),
+        ("domain", pa.string()),
+        ("use", pa.string()),
+        ("messages", pa.string()),  # JSON list, the answer included
+        ("template_kwargs", pa.string()),
+        ("sampling", pa.string()),  # JSON, as sent to the engine
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("answer_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),  # over prompt + answer, T values
+        ("mask_method", pa.string()),
+        ("finish_reason", pa.string()),  # stop | length | prefill
+        ("truncated", pa.bool_()),  # the answer was stopped by length; no end token was invented
+        ("aux_start", pa.int64()),  # first row of this sample in `aux`; it has T-1
+        ("teacher_start", pa.int64()),  # first row in `teacher`
+        ("teacher_rows", pa.int64()),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class PartEntry:
+    """The commit of one part."""
+
+    part: int
+    key: str  # hash of everything that shaped it: config, target, input rows
+    rows_in: int  # conversations
+    conversations: int  # kept
+    samples: int
+    rejects: list[dict[str, str]]  # id, where, reason, detail
+    cut_short: list[dict[str, str]]  # kept, but a later turn failed: the same fields
+    tokens: dict[str, int]  # prompt, answer, supervised
+    finish_reasons: dict[str, int]
+    files: dict[str, dict[str, Any]]  # "rows", "states": name, size, sha256
+    layers: list[int]  # k of the auxiliary states, low to high
+    dtype: str
+    hidden_size: int
+    seconds: float
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def bytes(self) -> int:
+        return sum(int(f["size"]) for f in self.files.values())
+
+
+def part_name(part: int) -> str:
+    return f"part-{part:05d}"
+
+
+def teacher_positions(loss_mask: Tensor) -> Tensor:
+    """Positions the teacher is read at (CONTRACTS.md section 2): p with m_p and m_{p+1}. [T] bool -> [S] int64."""
+    return (loss_mask[:-1] & loss_mask[1:]).nonzero().squeeze(-1)
+
+
+def write_part(
+    store: Store,
+    entry: dict[str, Any],
+    rows: list[dict[str, Any]],
+    states: list[Tensor],
+) -> PartEntry:
+    """Write and commit one part.
+
+    Args:
+        entry: PartEntry's fields but `files` and `samples`.
+        rows: SAMPLE_SCHEMA rows but `aux_start`, `teacher_start`, `teacher_rows`.
+        states: per row [T-1, 4, H]: three auxiliary states and s_n, CPU.
+
+    Raises:
+        UserError: the store is full or cannot be reached.
+    """
+    aux: list[Tensor] = []
+    teacher: list[Tensor] = []
+    aux_start = teacher_start = 0
+    full_rows = []
+    for row, state in zip(rows, states, strict=True):
+        positions = teacher_positions(torch.tensor(row["loss_mask"], dtype=torch.bool))  # [S]
+        aux.append(state[:, :3].reshape(len(state), -1))  # [T-1, 3H]
+        teacher.append(state[positions, 3])  # [S, H]
+        full_rows.append(
+            {**row, "aux_start": aux_start, "teacher_start": teacher_start, "teacher_rows": len(positions)}
+        )
+        aux_start += len(state)
+        teacher_start += len(positions)
+    hidden = int(entry["hidden_size"])
+    tensors = {
+        "aux": torch.cat(aux) if aux else torch.zeros(0, 3 * hidden),
+        "teacher": torch.cat(teacher) if teacher else torch.zeros(0, hidden),
+    }
+    name = part_name(entry["part"])
+    metadata = {
+        "format": "draftmill-states",
+        "version": str(FORMAT_VERSION),
+        "layers": json.dumps(entry["layers"]),
+        "convention": "s_k: residual stream after k layers, un-normed; teacher: s_n before the final norm",
+    }
+    files = {
+        "rows": _commit_file(
+            store,
+            name,
+            "parquet",
+            lambda p: pq.write_table(pa.Table.from_pylist(full_rows, SAMPLE_SCHEMA), p),
+        ),
+        "states": _commit_file(store, name, "safetensors", lambda p: save_file(tensors, p, metadata)),
+    }
+    done = PartEntry(**{**entry, "samples": len(rows), "files": files})
+    store.write_json(f"{PARTS}/{name}.json", done.__dict__)
+    return done
+
+
+def _commit_file(store: Store, name: str, suffix: str, write: Any) -> dict[str, Any]:
+    """Write a data file beside its place, then name it by its checksum."""
+    scratch = store.scratch() / f"{name}.{suffix}.tmp-{torch.randint(1 << 62, (1,)).item():x}"
+    try:
+        write(scratch)
+        digest, size = file_sha256(scratch), scratch.stat().st_size
+        final = f"{name}-{digest[:8]}.{suffix}"
+        store.put(scratch, f"{PARTS}/{final}")
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+    return {"name": final, "size": size, "sha256": digest}
+
+
+def read_entry(store: Store, part: int) -> PartEntry | None:
+    """The commit entry of `part`, or None where it is absent, cut or of another format."""
+    data = store.read_json(f"{PARTS}/{part_name(part)}.json")
+    if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
+        return None
+    try:
+        return PartEntry(**data)
+    except TypeError:
+        return None
+
+
+def entry_fault(store: Store, entry: PartEntry, key: str, verify: str) -> str | None:
+    """Why `entry` does not count as done for work `key`, in words; None when it does."""
+    if entry.key != key:
+        return "made from other inputs or settings"
+    for kind, file in entry.files.items():
+        path = f"{PARTS}/{file['name']}"
+        size = store.size(path)
+        if size is None:
+            return f"{kind} file {file['name']} is missing"
+        if size != file["size"]:
+            return f"{kind} file {file['name']} has {size} bytes instead of {file['size']}"
+        if verify == "checksum" and store.sha256(path) != file["sha256"]:
+            return f"{kind} file {file['name']} does not match its checksum"
+    return None
+
+
+def committed_parts(
+    store: Store, keys: dict[int, str], verify: str
+) -> tuple[dict[int, PartEntry], dict[int, str]]:
+    """Split parts into valid entries and, for the rest that left traces, the reason they are made again.
+
+    Args:
+        keys: part number -> the key its entry must carry.
+        verify: "checksum" or "size".
+    """
+    names = set(store.files(PARTS))
+
+    def look(item: tuple[int, str]) -> tuple[int, PartEntry | None, str | None]:
+        part, key = item
+        if f"{part_name(part)}.json" not in names:
+            return part, None, None
+        entry = read_entry(store, part)
+        if entry is None:
+            return part, None, "its entry cannot be read"
+        return part, entry, entry_fault(store, entry, key, verify)
+
+    valid: dict[int, PartEntry] = {}
+    bad: dict[int, str] = {}
+    with ThreadPoolExecutor(8) as pool:
+        for part, entry, fault in pool.map(look, sorted(keys.items())):
+            if fault is not None:
+                bad[part] = fault
+            elif entry is not None:
+                valid[part] = entry
+    return valid, bad
+
+
+def remove_orphans(store: Store, valid: dict[int, PartEntry]) -> int:
+    """Delete data files and entries that no valid entry names; returns their number."""
+    wanted = {str(f["name"]) for e in valid.values() for f in e.files.values()}
+    wanted |= {f"{part_name(p)}.json" for p in valid}
+    orphans = [n for n in store.files(PARTS) if n not in wanted]
+    for name in orphans:
+        store.delete(f"{PARTS}/{name}")
+    return len(orphans)

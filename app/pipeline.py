@@ -1,0 +1,253 @@
+"""Runs the stages in order: reuses what is unchanged, redoes what depends on a change, resumes what was cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from app.cluster import disconnect, is_connected
+from app.config import Config
+from app.errors import UserError
+from app.lease import Lease
+from app.runfolder import (
+    Manifest,
+    RedactingFilter,
+    RunFolder,
+    digest_of,
+    flat_config,
+    git_revision,
+    package_versions,
+)
+from app.target import TargetInfo, check_aux_layers, default_aux_layers, inspect_target
+
+log = logging.getLogger("draftmill")
+
+
+@dataclass
+class StageContext:
+    """What a stage function is given."""
+
+    config: Config
+    run: RunFolder
+    lease: Lease | None = None
+
+    @cached_property
+    def target(self) -> TargetInfo:
+        t = self.config.target
+        return inspect_target(t.model, t.revision, t.trust_remote_code, t.chat_template)
+
+    @property
+    def layers(self) -> tuple[int, int, int]:
+        """The auxiliary layer ids of this run (k convention)."""
+        explicit = self.config.capture.layers
+        n = self.target.num_layers
+        return default_aux_layers(n) if explicit is None else check_aux_layers(explicit, n)
+
+    def input(self, stage: str) -> Manifest:
+        """Manifest of an input stage.
+
+        Raises:
+            UserError: it has not run yet.
+        """
+        manifest = self.run.manifest(stage)
+        if manifest is None:
+            raise UserError(f"{self.run.url}: stage {stage} has not run yet; run `draftmill {stage}` first")
+        return manifest
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a stage function returns."""
+
+    outputs: list[str]  # paths of finished files in the run folder
+    counts: dict[str, Any] = field(default_factory=dict)
+    seeds: dict[str, int] = field(default_factory=dict)
+    digest: str | None = None  # content digest where `outputs` does not list every file (parts)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: a function, and what its output depends on."""
+
+    name: str
+    run: Callable[[StageContext], StageResult]
+    inputs: tuple[str, ...] = ()
+    config_keys: tuple[str, ...] = ()  # sections or dotted keys that shape the output
+    execution_keys: tuple[str, ...] = ()  # keys of those sections that change only speed
+    outside: Callable[[StageContext], dict[str, str]] | None = (
+        None  # digests of things outside the run folder
+    )
+    unfinished: Callable[[StageContext], str | None] | None = (
+        None  # why finished-looking output is not, in words
+    )
+    version: int = 1
+
+
+@dataclass(frozen=True)
+class StageState:
+    """done | stale | missing, and why."""
+
+    state: str
+    reasons: tuple[str, ...] = ()
+
+
+def stage_state(stage: Stage, ctx: StageContext, stale_inputs: frozenset[str] = frozenset()) -> StageState:
+    """Compare a stage's manifest with today's configuration, inputs and files."""
+    manifest = ctx.run.manifest(stage.name)
+    if manifest is None:
+        return StageState("missing", ("not finished yet",))
+    reasons: list[str] = []
+    if manifest.code_version != stage.version:
+        reasons.append("made by another version of draftmill")
+    now = flat_config(ctx.config, stage.config_keys, stage.execution_keys)
+    for key in sorted(now.keys() | manifest.config.keys()):
+        old, new = manifest.config.get(key), now.get(key)
+        if old != new:
+            reasons.append(f"{key} changed: {_short(old)} -> {_short(new)}")
+    for name in stage.inputs:
+        if name in stale_inputs:
+            reasons.append(f"{name} is to be redone")
+            continue
+        upstream = ctx.run.manifest(name)
+        if upstream is None or upstream.digest != manifest.inputs.get(name):
+            reasons.append(f"output of {name} changed")
+    if not reasons and stage.outside is not None:
+        for name, digest in stage.outside(ctx).items():
+            if manifest.inputs.get(name) != digest:
+                reasons.append(f"{name} changed")
+    if not reasons:
+        fault = ctx.run.output_fault(manifest, ctx.config.storage.verify)
+        if fault is None and stage.unfinished is not None:
+            fault = stage.unfinished(ctx)
+        if fault is not None:
+            reasons.append(fault)
+    return StageState("stale", tuple(reasons)) if reasons else StageState("done")
+
+
+def _short(value: Any) -> str:
+    text = "unset" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def run_stage(stage: Stage, ctx: StageContext) -> tuple[Manifest, bool]:
+    """Run `stage` unless its output is up to date; returns its manifest and whether it was reused."""
+    state = stage_state(stage, ctx)
+    if state.state == "done":
+        log.info("%s: unchanged, reused", stage.name)
+        return ctx.input(stage.name), True
+    why = "" if state.state == "missing" else f" ({'; '.join(state.reasons[:3])})"
+    log.info("%s: begins%s", stage.name, why)
+    if ctx.lease is not None:
+        ctx.lease.check()
+    inputs = {name: ctx.input(name).digest for name in stage.inputs}
+    if stage.outside is not None:
+        inputs |= stage.outside(ctx)
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    clock = time.monotonic()
+    result = stage.run(ctx)
+    if ctx.lease is not None:
+        ctx.lease.check()
+    outputs = ctx.run.describe_outputs(result.outputs)
+    manifest = Manifest(
+        stage=stage.name,
+        code_version=stage.version,
+        config=flat_config(ctx.config, stage.config_keys, stage.execution_keys),
+        inputs=inputs,
+        outputs=outputs,
+        digest=result.digest or digest_of({p: o["sha256"] for p, o in outputs.items()}),
+        counts=result.counts,
+        seeds=result.seeds,
+        versions=package_versions(),
+        git_revision=git_revision(),
+        started=started,
+        seconds=round(time.monotonic() - clock, 3),
+        extra=result.extra,
+    )
+    ctx.run.write_manifest(manifest)
+    log.info("%s: done in %.1f s", stage.name, manifest.seconds)
+    return manifest, False
+
+
+def run_pipeline(config: Config, stages: list[Stage]) -> dict[str, dict[str, Any]]:
+    """Run `stages` in order on the run folder of `config`; returns per stage seconds and reused.
+
+    Raises:
+        UserError: something a person can mend; the run resumes from there.
+    """
+    run = RunFolder(config.run_dir, config.storage.options)
+    with _terminated_cleanly(), _run_log(run):
+        lease = Lease(run.store, config.storage.lease_timeout_s)
+        lease.acquire()
+        connected = is_connected()
+        try:
+            ctx = StageContext(config, run, lease)
+            _ = ctx.layers  # the target and its layers are checked before any work
+            removed = run.store.remove_temporary()
+            if removed:
+                log.info("removed %d unfinished files of a run that was cut off", removed)
+            run.write_config(config)
+            timings = {}
+            for stage in stages:
+                manifest, reused = run_stage(stage, ctx)
+                timings[stage.name] = {"seconds": manifest.seconds, "reused": reused}
+            return timings
+        finally:
+            if not connected:
+                disconnect()
+            lease.release()
+
+
+@contextlib.contextmanager
+def _terminated_cleanly() -> Iterator[None]:
+    """SIGTERM ends the run as an interrupt does: the lease is released and committed work stays."""
+
+    def stop(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        previous = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextlib.contextmanager
+def _run_log(run: RunFolder) -> Iterator[None]:
+    """Copies log lines into `logs/` of the run folder."""
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
+    name = f"logs/driver-{stamp}-{os.getpid()}.log"
+    if run.store.is_local:
+        path = Path(run.store.full(name))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run_dir {run.url} cannot be made: {error.strerror}") from error
+    else:
+        path = Path(tempfile.gettempdir()) / f"draftmill-{os.getpid()}-{stamp}.log"
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.addFilter(RedactingFilter())
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+        if not run.store.is_local:
+            with contextlib.suppress(Exception):
+                run.store.put(path, name)

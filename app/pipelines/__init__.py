@@ -1,0 +1,1 @@
+"""The stages in data order: ingest, generate, vocab, (train), export, bench, report."""

@@ -1,0 +1,87 @@
+"""Evaluate: the acceptance length of the exported draft on the held-out conversations, before it is served."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from app.checkpoint import read_checkpoint
+from app.errors import UserError
+from app.pipeline import StageContext, StageResult
+from app.pipelines.generate import load_entries
+from app.samples import SampleReader, load_split
+from app.target import load_target_head
+from app.train.draft import Eagle3Draft
+from app.train.evaluate import Acceptance, GreedyDraft, evaluate
+
+log = logging.getLogger("draftmill")
+
+
+def run(ctx: StageContext) -> StageResult:
+    """Walk the held-out answers with the checkpoint as it will be served; writes `evaluate/evaluate.json`.
+
+    Raises:
+        UserError: no conversation is held out.
+    """
+    config = ctx.config
+    entries = load_entries(ctx)
+    split = load_split(ctx.run.store, entries, config)
+    reader = SampleReader(ctx.run.store, entries, split, ("holdout",))
+    if not len(reader):
+        raise UserError("evaluate: no conversation is held out; set evaluate.holdout above 0")
+    draft = load_draft(ctx)
+    acceptance = evaluate(
+        (reader[i] for i in range(len(reader))),
+        GreedyDraft(draft),
+        config.evaluate.num_draft_tokens,
+        config.evaluate.bootstrap,
+        config.evaluate.holdout_seed,
+    )
+    counts = as_counts(acceptance)
+    ctx.run.store.write_json("evaluate/evaluate.json", counts)
+    log.info(
+        "evaluate: acceptance length %.3f (95 %% %.3f..%.3f) over %d held-out conversations",
+        acceptance.length, acceptance.low, acceptance.high, acceptance.conversations,
+    )  # fmt: skip
+    return StageResult(
+        outputs=["evaluate/evaluate.json"],
+        counts=counts,
+        seeds={"holdout": config.evaluate.holdout_seed},
+    )
+
+
+def load_draft(ctx: StageContext) -> Eagle3Draft:
+    """The exported draft, with the target's embedding where the checkpoint leaves it out."""
+    config, tensors = read_checkpoint(ctx.run.store.local_folder("export/draft"))
+    draft = Eagle3Draft(config)
+    tensors.setdefault("embed_tokens.weight", load_target_head(ctx.target).embed_tokens)
+    draft.load_exported(tensors)
+    draft.check_loaded()
+    if torch.cuda.is_available():
+        draft = draft.cuda()
+    return draft.eval()
+
+
+def as_counts(acceptance: Acceptance) -> dict[str, Any]:
+    """Plain data under the names the results use."""
+    return {
+        "acceptance_length": acceptance.length,
+        "interval": [acceptance.low, acceptance.high],
+        "acceptance_rate": acceptance.rate,
+        "acceptance_per_position": acceptance.per_position,
+        "num_draft_tokens": acceptance.num_draft_tokens,
+        "conversations": acceptance.conversations,
+        "drafts": acceptance.drafts,
+        "accepted": acceptance.accepted,
+        "domains": {
+            name: {
+                "acceptance_length": d.length,
+                "interval": [d.low, d.high],
+                "conversations": d.conversations,
+                "drafts": d.drafts,
+            }
+            for name, d in acceptance.by_domain.items()
+        },
+    }

@@ -1,0 +1,98 @@
+"""The summary of a run: `results.json` and one screen of text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.runfolder import RunFolder
+
+
+def collect(run: RunFolder) -> dict[str, Any]:
+    """What the manifests of the finished stages say; absent stages leave their keys out."""
+    results: dict[str, Any] = {}
+    ingest, generate = run.manifest("ingest"), run.manifest("generate")
+    if ingest is not None:
+        rejected = dict(ingest.counts["rejected"])
+        kept = ingest.counts["kept"]
+        if generate is not None:
+            kept = generate.counts["kept"]
+            for reason, count in generate.counts["rejected"].items():
+                rejected[reason] = rejected.get(reason, 0) + count
+        results["rows"] = {"in": ingest.counts["rows_in"], "kept": kept, "rejected": sum(rejected.values())}
+        results["reject_reasons"] = rejected
+        results["sources"] = ingest.counts["sources"]
+    if generate is not None:
+        tokens = generate.counts["tokens"]
+        results["tokens"] = tokens["prompt"] + tokens["answer"]
+        results["tokens_by_kind"] = tokens
+        results["bytes"] = generate.counts["bytes"]
+        results["samples"] = generate.counts["samples"]
+        results["finish_reasons"] = generate.counts["finish_reasons"]
+        results["aux_layers"] = generate.extra["layers"]
+        results["versions"] = generate.versions
+    for stage in ("vocab", "train", "export", "evaluate", "bench"):
+        manifest = run.manifest(stage)
+        if manifest is not None:
+            results[stage] = manifest.counts
+    return results
+
+
+def write_results(run: RunFolder, timings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Write and return `results.json`; `timings` are the stages of this invocation."""
+    results = {**collect(run), "stages": timings}
+    run.store.write_json("results.json", results)
+    return results
+
+
+def summary_lines(url: str, results: dict[str, Any]) -> list[str]:
+    """One screen: what went in, what came out, whether it is faster, and where the time went."""
+    lines = ["", f"draftmill run {url}", ""]
+
+    def line(label: str, text: str) -> None:
+        lines.append(f"  {label:<12} {text}")
+
+    rows = results.get("rows")
+    if rows:
+        reasons = ", ".join(f"{r} {n}" for r, n in results["reject_reasons"].items())
+        line(
+            "rows",
+            f"{rows['in']} in, {rows['kept']} kept, {rows['rejected']} rejected{f' ({reasons})' if reasons else ''}",
+        )
+    if "tokens" in results:
+        t = results["tokens_by_kind"]
+        line("tokens", f"{results['tokens']:,} ({t['prompt']:,} prompt, {t['answer']:,} answer)")
+        line(
+            "states",
+            f"{results['bytes'] / 1e6:,.1f} MB, {results['bytes'] / max(1, results['tokens']):,.0f} bytes a token",
+        )
+    evaluate = results.get("evaluate")
+    if evaluate:
+        low, high = evaluate["interval"]
+        line(
+            "estimate",
+            f"acceptance length {evaluate['acceptance_length']:.3f} offline"
+            f" (95 % {low:.3f}..{high:.3f}), {evaluate['conversations']} held-out conversations",
+        )
+    bench = results.get("bench")
+    if bench:
+        per = ", ".join(f"{100 * p:.1f} %" for p in bench["acceptance_per_position"])
+        line(
+            "served",
+            f"acceptance length {bench['acceptance_length']:.3f} in vLLM, {bench['num_draft_tokens']} draft tokens",
+        )
+        line("", f"by position {per}; rate {100 * bench['acceptance_rate']:.1f} %")
+        speed = bench["tokens_per_second"]
+        line(
+            "speed",
+            f"{speed['baseline']:,.0f} tokens/s without, {speed['draft']:,.0f} with the draft ({bench['speedup']:.2f}x)",
+        )
+        line(
+            "outputs",
+            f"{bench['output_mismatches']} of {bench['prompts']} differ from those without the draft",
+        )
+    lines.append("")
+    for name, timing in results["stages"].items():
+        note = "reused" if timing["reused"] else f"{timing['seconds']:.1f} s"
+        line(name, note)
+    lines += ["", f"  report: {url}/report/report.html", ""] if "report" in results["stages"] else [""]
+    return lines

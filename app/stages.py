@@ -1,0 +1,75 @@
+"""The stages of a run in data order, and what each depends on."""
+
+from __future__ import annotations
+
+from app.errors import UserError
+from app.pipeline import Stage
+from app.pipelines import bench, evaluate, export, generate, ingest, report, vocab
+from app.train import stage as train
+
+# The split into train, validation and holdout is a pure function of the conversations and these values.
+_SPLIT = ("evaluate.holdout", "evaluate.holdout_seed", "train.validation_share")
+
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        "ingest",
+        ingest.run,
+        config_keys=(
+            "sources",
+            "target.template_kwargs",
+            "generate.max_length",
+            "capture.mask",
+            "capture.max_empty_mask_share",
+            "storage.rows_per_part",
+        ),
+        outside=ingest.outside,
+    ),
+    Stage(
+        "generate",
+        generate.run,
+        inputs=("ingest",),
+        config_keys=generate.CONFIG_KEYS,
+        outside=generate.outside,
+        unfinished=generate.unfinished,
+    ),
+    Stage("vocab", vocab.run, inputs=("generate",), config_keys=("vocab", *_SPLIT)),
+    Stage(
+        "train",
+        train.run,
+        inputs=("generate", "vocab"),
+        config_keys=("train", "evaluate.holdout", "evaluate.holdout_seed"),
+        execution_keys=train.EXECUTION_KEYS,
+    ),
+    Stage(
+        "export", export.run, inputs=("vocab", "train"), config_keys=("export", "evaluate.num_draft_tokens")
+    ),
+    Stage(
+        "evaluate",
+        evaluate.run,
+        inputs=("generate", "export"),
+        config_keys=("evaluate", "train.validation_share"),
+    ),
+    Stage(
+        "bench",
+        bench.run,
+        inputs=("generate", "export"),
+        config_keys=("bench", "generate.max_new_tokens", "evaluate.num_draft_tokens", *_SPLIT),
+    ),
+    Stage(
+        "report",
+        report.run,
+        inputs=("ingest", "generate", "vocab", "train", "export", "evaluate", "bench"),
+    ),
+)
+
+
+def stages_up_to(name: str) -> list[Stage]:
+    """The stages that end with `name`, inputs first.
+
+    Raises:
+        UserError: no such stage.
+    """
+    names = [s.name for s in STAGES]
+    if name not in names:
+        raise UserError(f"there is no stage {name!r}; the stages are {', '.join(names)}")
+    return list(STAGES[: names.index(name) + 1])

@@ -1,0 +1,62 @@
+"""What of a run is done, what is stale and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from app.config import Config, apply_overrides, load_config, parse_config
+from app.errors import UserError
+from app.parts import committed_parts
+from app.pipeline import StageContext, StageState, stage_state
+from app.pipelines.generate import part_keys
+from app.runfolder import RunFolder
+from app.stages import STAGES
+
+
+def status_lines(run: str, overrides: list[str]) -> list[str]:
+    """One line per stage of the run folder (or of a configuration's run folder).
+
+    Raises:
+        UserError: there is no run at that place.
+    """
+    config = _config_of(run, overrides)
+    folder = RunFolder(config.run_dir, config.storage.options)
+    ctx = StageContext(config, folder)
+    lines = [f"run {folder.url}"]
+    lease = folder.store.read_json("lease.json")
+    if lease:
+        lines.append(f"held by pid {lease.get('pid')} on {str(lease.get('host')).split(':')[0]}")
+    redo: set[str] = set()
+    for stage in STAGES:
+        state = stage_state(stage, ctx, frozenset(redo))
+        if state.state != "done":
+            redo.add(stage.name)
+        lines.append(_line(stage.name, state, ctx))
+    return lines
+
+
+def _line(name: str, state: StageState, ctx: StageContext) -> str:
+    manifest = ctx.run.manifest(name)
+    if state.state == "done" and manifest is not None:
+        return f"  {name:<9} done     {manifest.seconds:>8.1f} s  {manifest.started}"
+    detail = "; ".join(state.reasons)
+    if name == "generate" and ctx.run.manifest("ingest") is not None:
+        keys = part_keys(ctx)
+        valid, _ = committed_parts(ctx.run.store, keys, "size")
+        detail += f"; {len(valid)} of {len(keys)} parts are committed"
+    return f"  {name:<9} {state.state:<8} {detail}"
+
+
+def _config_of(run: str, overrides: list[str]) -> Config:
+    if run.endswith((".yaml", ".yml")) and "://" not in run and Path(run).is_file():
+        return load_config(run, overrides)
+    folder = RunFolder(run)
+    try:
+        data = yaml.safe_load(folder.store.read_bytes("config.yaml"))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{run} is no run folder: it has no config.yaml; give a run folder or a YAML file"
+        ) from error
+    return parse_config(apply_overrides({**data, "run_dir": folder.url}, overrides), f"{run}/config.yaml")

@@ -1,0 +1,293 @@
+"""Files of a run at any fsspec URL: atomic writes, checksums, and errors a person can act on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from app.errors import UserError
+
+_TEMP_MARK = ".tmp-"
+_CHUNK = 8 << 20  # bytes
+
+
+class Store:
+    """A folder at a local path or fsspec URL. Relative paths inside it use `/`.
+
+    Picklable: workers rebuild the file system from the URL and options.
+    """
+
+    def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
+        self.options = dict(options or {})
+        if "://" not in url:
+            url = str(Path(url).expanduser().absolute())
+        self.url = url.rstrip("/")
+        with _explained(self.url):
+            self._fs, self.root = fsspec.core.url_to_fs(self.url, **_fs_options(self.url, self.options))
+        self.root = self.root.rstrip("/")
+
+    def __reduce__(self) -> Any:
+        return (Store, (self.url, self.options))
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    @property
+    def is_local(self) -> bool:
+        return "file" in _protocols(self._fs)
+
+    @property
+    def fs(self) -> Any:
+        """The fsspec file system below."""
+        return self._fs
+
+    def full(self, path: str) -> str:
+        """`path` as the file system names it."""
+        return f"{self.root}/{path}" if path else self.root
+
+    def sub(self, path: str) -> Store:
+        """The store of a folder inside this one."""
+        return Store(f"{self.url}/{path}", self.options)
+
+    def exists(self, path: str) -> bool:
+        with _explained(self.url):
+            return bool(self._fs.exists(self.full(path)))
+
+    def size(self, path: str) -> int | None:
+        """Bytes of `path`, or None where it is absent."""
+        try:
+            with _explained(self.url):
+                return int(self._fs.info(self.full(path))["size"])
+        except FileNotFoundError:
+            return None
+
+    def files(self, path: str = "") -> list[str]:
+        """Names of the files directly in folder `path`, sorted; empty when the folder is absent."""
+        with _explained(self.url):
+            self._fs.invalidate_cache(self.full(path))
+            try:
+                entries = self._fs.ls(self.full(path), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        return sorted(e["name"].rstrip("/").rsplit("/", 1)[-1] for e in entries if e["type"] == "file")
+
+    def folders(self, path: str = "") -> list[str]:
+        """Names of the folders directly in folder `path`, sorted."""
+        with _explained(self.url):
+            self._fs.invalidate_cache(self.full(path))
+            try:
+                entries = self._fs.ls(self.full(path), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        return sorted(e["name"].rstrip("/").rsplit("/", 1)[-1] for e in entries if e["type"] == "directory")
+
+    def read_bytes(self, path: str) -> bytes:
+        with _explained(self.url), self._fs.open(self.full(path), "rb") as handle:
+            data: bytes = handle.read()
+        return data
+
+    def read_json(self, path: str) -> Any:
+        """Parsed JSON, or None where the file is absent or cut."""
+        try:
+            return json.loads(self.read_bytes(path))
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """Write all of `data` or nothing: a reader never sees a part of it.
+
+        Raises:
+            UserError: no space, no permission, or the store cannot be reached.
+        """
+        with _explained(self.url):
+            full = self.full(path)
+            if not self.is_local:
+                self._fs.pipe_file(full, data)
+                return
+            folder = os.path.dirname(full)
+            os.makedirs(folder, exist_ok=True)
+            temp = f"{full}{_TEMP_MARK}{uuid.uuid4().hex[:8]}"
+            try:
+                with open(temp, "wb") as handle:
+                    handle.write(data)
+                    handle.flush()
+                    os.fsync(handle.fileno())
+                os.replace(temp, full)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temp)
+                raise
+            _sync_folder(folder)
+
+    def write_json(self, path: str, data: Any) -> None:
+        self.write_bytes(path, (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode())
+
+    def put(self, local: Path, path: str) -> None:
+        """Move a finished local file to `path`, all or nothing.
+
+        Raises:
+            UserError: as `write_bytes`.
+        """
+        with _explained(self.url):
+            full = self.full(path)
+            if not self.is_local:
+                self._fs.put_file(str(local), full)
+                local.unlink()
+                return
+            folder = os.path.dirname(full)
+            os.makedirs(folder, exist_ok=True)
+            if os.stat(local).st_dev != os.stat(folder).st_dev:
+                temp = Path(f"{full}{_TEMP_MARK}{uuid.uuid4().hex[:8]}")
+                shutil.copyfile(local, temp)
+                local.unlink()
+                local = temp
+            with open(local, "rb") as handle:
+                os.fsync(handle.fileno())
+            os.replace(local, full)
+            _sync_folder(folder)
+
+    def scratch(self) -> Path:
+        """A local folder for files on their way in: inside a local store, else in the temporary folder."""
+        if self.is_local:
+            folder = Path(self.root) / "tmp"
+            with _explained(self.url):
+                folder.mkdir(parents=True, exist_ok=True)
+            return folder
+        return Path(tempfile.gettempdir())
+
+    @contextlib.contextmanager
+    def staged(self, path: str) -> Iterator[Path]:
+        """A local path to write to; moved to `path` when the block ends well, removed when it does not."""
+        temp = self.scratch() / f"{path.rsplit('/', 1)[-1]}{_TEMP_MARK}{uuid.uuid4().hex[:8]}"
+        try:
+            with _explained(self.url):
+                yield temp
+            self.put(temp, path)
+        finally:
+            temp.unlink(missing_ok=True)
+
+    def local(self, path: str) -> Path:
+        """A local file with the content of `path`: itself when local, else a copy fetched once per process tree."""
+        if self.is_local:
+            return Path(self.full(path))
+        cache = (
+            Path(tempfile.gettempdir())
+            / "draftmill-cache"
+            / hashlib.sha256(self.url.encode()).hexdigest()[:12]
+        )
+        info = self._fs.info(self.full(path))
+        tag = hashlib.sha256(
+            f"{path}:{info['size']}:{info.get('ETag') or info.get('mtime')}".encode()
+        ).hexdigest()[:12]
+        copy = cache / tag / path.rsplit("/", 1)[-1]
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            temp = copy.with_name(f"{copy.name}{_TEMP_MARK}{uuid.uuid4().hex[:8]}")
+            with _explained(self.url):
+                self._fs.get_file(self.full(path), str(temp))
+            os.replace(temp, copy)
+        return copy
+
+    def local_folder(self, path: str) -> Path:
+        """As `local`, for a folder of plain files."""
+        if self.is_local:
+            return Path(self.full(path))
+        target = Path(tempfile.mkdtemp(prefix="draftmill-"))
+        for name in self.files(path):
+            shutil.copyfile(self.local(f"{path}/{name}"), target / name)
+        return target
+
+    def sha256(self, path: str) -> str:
+        """Hex digest of the content of `path`."""
+        digest = hashlib.sha256()
+        with _explained(self.url), self._fs.open(self.full(path), "rb", block_size=_CHUNK) as handle:
+            while chunk := handle.read(_CHUNK):
+                digest.update(chunk)
+        return digest.hexdigest()
+
+    def delete(self, path: str) -> None:
+        """Remove a file or a folder with all it holds; nothing happens where it is absent."""
+        with _explained(self.url), contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self.full(path), recursive=True)
+
+    def remove_temporary(self) -> int:
+        """Remove files that a killed writer left behind; returns their number."""
+        if not self.is_local or not os.path.isdir(self.root):
+            return 0
+        count = 0
+        for path in Path(self.root).rglob(f"*{_TEMP_MARK}*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+                count += 1
+        return count
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a local file."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _protocols(fs: Any) -> tuple[str, ...]:
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _fs_options(url: str, options: dict[str, Any]) -> dict[str, Any]:
+    if url.startswith(("s3://", "s3a://")):
+        # Listings must show what other processes wrote a moment ago.
+        return {"use_listings_cache": False, **options}
+    return options if "://" in url else {}
+
+
+def _sync_folder(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _explained(url: str) -> Iterator[None]:
+    """Turns faults of the storage that a person can mend into UserError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if "bucket" in str(error).lower():
+            raise UserError(f"{url}: the bucket does not exist; create it or change the location") from error
+        raise
+    except ImportError as error:
+        raise UserError(
+            f"{url}: {error}; install the file system it needs (for s3: pip install draftmill[s3])"
+        ) from error
+    except PermissionError as error:
+        raise UserError(f"{url}: permission denied ({error}); check its owner or your credentials") from error
+    except ValueError as error:
+        if "Protocol not known" in str(error):
+            raise UserError(f"{url}: {error}; use a local path, s3:// or another fsspec URL") from error
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"{url}: no space left on the device; free some or move run_dir, then run the same command again"
+            ) from error
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        if kind in ("NoCredentialsError", "EndpointConnectionError", "ConnectTimeoutError"):
+            raise UserError(
+                f"{url}: {error}; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, for an S3 of your own,"
+                " AWS_ENDPOINT_URL"
+            ) from error
+        raise

@@ -1,0 +1,194 @@
+"""Which samples make up which optimiser step, and their loading ahead of time.
+
+The order is a function of (seed, epoch) alone, and the samples of a step do not depend on the number of
+ranks: a step is chosen globally, then shared out. So every rank has the same number of steps by construction,
+each sample is seen once an epoch, and a run may go on from (epoch, step) with another number of workers.
+Everything is planned from lengths; states are read when their step is near.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from app.errors import UserError
+from app.train.alignment import Pack, pack
+
+# Work of one supervised row over that of an unsupervised one, about; it only balances ranks.
+SUPERVISED_COST = 8
+
+
+class SampleLength(Protocol):
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_supervised(self) -> int: ...  # teacher rows
+
+
+class SampleSource(Protocol):
+    """Random access to samples; `infos` gives their lengths without reading them."""
+
+    @property
+    def infos(self) -> Sequence[Any]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class StepPlan:
+    """The samples of every step of every epoch.
+
+    Samples that teach nothing are left out (`left_out`). Each of the `steps_per_epoch` steps holds at least
+    one sample and about the same number of tokens; there is no short last step.
+    """
+
+    def __init__(
+        self, infos: Sequence[SampleLength], tokens_per_step: int, seed: int, max_tokens: int
+    ) -> None:
+        """Samples longer than `max_tokens` are planned as cut to it.
+
+        Raises:
+            UserError: no sample teaches anything.
+        """
+        self.seed = seed
+        self.max_tokens = max_tokens
+        self.indices = [i for i, info in enumerate(infos) if info.num_supervised > 0]
+        self.left_out = len(infos) - len(self.indices)
+        if not self.indices:
+            raise UserError("no training sample has two supervised tokens in a row; look at the loss masks")
+        self.tokens = {i: min(infos[i].num_tokens, max_tokens) for i in self.indices}
+        self.cost = {i: n + SUPERVISED_COST * min(infos[i].num_supervised, n) for i, n in self.tokens.items()}
+        self.cut = sum(infos[i].num_tokens > max_tokens for i in self.indices)
+        total = sum(self.tokens.values())
+        self.steps_per_epoch = min(max(1, round(total / tokens_per_step)), len(self.indices))
+
+    def epoch(self, epoch: int) -> list[list[int]]:
+        """Sample indices of each step of `epoch` (from 0), all ranks together."""
+        order = list(self.indices)
+        random.Random(f"{self.seed}:{epoch}").shuffle(order)
+        steps: list[list[int]] = []
+        left, at = sum(self.tokens.values()), 0
+        for steps_left in range(self.steps_per_epoch, 0, -1):
+            step: list[int] = []
+            held = 0.0
+            while at < len(order) and (not step or steps_left == 1 or len(order) - at >= steps_left):
+                size = self.tokens[order[at]]
+                # Stop where going on would miss the fair share by more than stopping does.
+                if step and steps_left > 1 and held + size / 2 > left / steps_left:
+                    break
+                step.append(order[at])
+                held += size
+                at += 1
+            left -= int(held)
+            steps.append(step)
+        return steps
+
+    def share(self, step: Sequence[int], world: int) -> list[list[int]]:
+        """Split a step's samples over `world` ranks, balanced by work; a rank may get none of a tiny step."""
+        ranks: list[list[int]] = [[] for _ in range(world)]
+        loads = [0] * world
+        for index in sorted(step, key=lambda i: (-self.cost[i], i)):
+            lightest = loads.index(min(loads))
+            ranks[lightest].append(index)
+            loads[lightest] += self.cost[index]
+        place = {index: i for i, index in enumerate(step)}
+        return [sorted(rank, key=place.__getitem__) for rank in ranks]
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """One rank's part of one optimiser step."""
+
+    index: int  # from 0, over all epochs
+    epoch: int
+    samples: list[int]
+    packs: list[Pack]  # at least one; an empty pack where this rank has nothing to do
+    tokens: int
+
+
+class StepLoader:
+    """Reads and packs the coming steps of one rank in a background thread."""
+
+    def __init__(
+        self, source: SampleSource, plan: StepPlan, unroll_steps: int, rank: int = 0, world: int = 1,
+        tokens_per_pass: int = 8192, pin: bool = False, ahead: int = 2,
+    ) -> None:  # fmt: skip
+        """A rank's samples of a step become packs of about `tokens_per_pass` tokens, which bounds memory.
+
+        `ahead` steps are kept ready; `pin` puts them into pinned memory for copies to a GPU.
+        """
+        self.source, self.plan, self.unroll_steps = source, plan, unroll_steps
+        self.rank, self.world = rank, world
+        self.tokens_per_pass, self.pin, self.ahead = tokens_per_pass, pin, ahead
+
+    def steps(self, start: int, end: int) -> Iterator[LoadedStep]:
+        """The steps start .. end-1, counted over all epochs. Errors of the reading thread are raised here."""
+        ready: queue.Queue[LoadedStep | BaseException | None] = queue.Queue(self.ahead)
+        stop = threading.Event()
+
+        def put(item: LoadedStep | BaseException | None) -> None:
+            while not stop.is_set():
+                try:
+                    return ready.put(item, timeout=0.1)
+                except queue.Full:
+                    continue
+
+        def read() -> None:
+            try:
+                epoch, steps = -1, []
+                for index in range(start, end):
+                    if index // self.plan.steps_per_epoch != epoch:
+                        epoch = index // self.plan.steps_per_epoch
+                        steps = self.plan.epoch(epoch)
+                    if stop.is_set():
+                        return
+                    put(self._load(index, epoch, steps[index % self.plan.steps_per_epoch]))
+                put(None)
+            except BaseException as error:
+                put(error)
+
+        thread = threading.Thread(target=read, name="step-loader", daemon=True)
+        thread.start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            stop.set()
+            thread.join()
+
+    def _load(self, index: int, epoch: int, step: list[int]) -> LoadedStep:
+        mine = self.plan.share(step, self.world)[self.rank]
+        packs: list[Pack] = []
+        group: list[Any] = []
+        held = 0
+        for i in mine:
+            size = self.plan.tokens[i]
+            if group and held + size > self.tokens_per_pass:
+                packs.append(pack(group, self.unroll_steps))
+                group, held = [], 0
+            group.append(cut(self.source[i], self.plan.max_tokens))
+            held += size
+        packs.append(pack(group, self.unroll_steps))
+        if self.pin:
+            packs = [p.pin() for p in packs]
+        return LoadedStep(index, epoch, mine, packs, sum(self.plan.tokens[i] for i in mine))
+
+
+def cut(sample: Any, max_tokens: int) -> Any:
+    """The first `max_tokens` tokens of `sample` with their states; a sample that fits comes back as it is."""
+    if len(sample.token_ids) <= max_tokens:
+        return sample
+    read = sample.teacher_pos <= max_tokens - 2  # [S], the teacher at p needs x_{p+1}
+    return replace(
+        sample,
+        token_ids=sample.token_ids[:max_tokens],
+        loss_mask=sample.loss_mask[:max_tokens],
+        aux=sample.aux[: max_tokens - 1],
+        teacher=sample.teacher[read],
+        teacher_pos=sample.teacher_pos[read],
+    )

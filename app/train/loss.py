@@ -1,0 +1,311 @@
+"""The unrolled EAGLE-3 loss (CONTRACTS section 2), computed only where a loss is on.
+
+`UnrolledLoss` equals `app.train.reference` in value and gradients. What it saves, all of it exact: rows that
+learn nothing get `fc`, the norms, keys and values and nothing else; step k touches only the rows whose mask
+is on at k; the embedding's share of q/k/v and the teacher's probabilities are computed once per position and
+shared by all steps; head and loss run over chunks of rows and make their gradients on the way, so that no
+[rows, Vd] tensor outlives its chunk and no logit is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from app.target import TargetHead
+from app.train.alignment import Pack
+from app.train.attention import attend
+from app.train.draft import CastDraft, Eagle3Draft, rotate
+
+# Logits alive at once, in elements: a chunk's [rows, Vd]. Larger chunks add up lm_head's gradient less often.
+CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
+# Rows of a chunk that the CPU's elementwise passes take at once.
+ELEMENTWISE_ROWS = 256
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """Sums by unroll step, so that packs and ranks add up: three tensors [K] fp64 on the draft's device."""
+
+    rows: Tensor  # supervised rows
+    loss: Tensor  # sum of the rows' losses
+    hits: Tensor  # rows whose top draft token is the emitted token
+
+    def __add__(self, other: StepStats) -> StepStats:
+        return StepStats(self.rows + other.rows, self.loss + other.loss, self.hits + other.hits)
+
+
+class Teacher:
+    """The target's distribution over the draft vocabulary; weights in the compute dtype."""
+
+    def __init__(
+        self, head: TargetHead, kept_ids: Tensor, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self.head, self.dtype, self.device = head, dtype, torch.device(device)
+        self.kept_ids = kept_ids.to(self.device)
+        self.rows = head.lm_head[kept_ids.to(head.lm_head.device)].to(self.device, dtype)  # [Vd, Ht]
+        self.gain = head.norm_weight.to(self.device)  # [Ht] fp32
+        self._whole: Tensor | None = None
+
+    def logits(self, s_n: Tensor) -> Tensor:
+        """lm_head(final_norm(s_n)) over the kept rows: s_n [N, Ht] -> [N, Vd] fp32 (fp64 in fp64)."""
+        return self._logits(s_n, self.rows)
+
+    def keep(self, s_n: Tensor) -> Tensor:
+        """Where the target's first choice over all of V is in the draft vocabulary: [N, Ht] -> [N] bool."""
+        if self._whole is None:
+            self._whole = self.head.lm_head.to(self.device, self.dtype)  # [V, Ht]
+        size = max(1, CHUNK_ELEMENTS[self.device.type] // len(self._whole))
+        top = [self._logits(part, self._whole).argmax(-1) for part in s_n.split(size)]
+        return torch.isin(torch.cat(top), self.kept_ids) if top else torch.zeros(0, dtype=torch.bool)
+
+    def _logits(self, s_n: Tensor, rows: Tensor) -> Tensor:
+        wide = torch.promote_types(self.dtype, torch.float32)
+        gain = self.gain + 1.0 if self.head.norm_plus_one else self.gain
+        x = F.rms_norm(s_n.to(wide), gain.shape, gain.to(wide), self.head.norm_eps)  # [N, Ht]
+        out = F.linear(x.to(self.dtype), rows).to(wide)  # [N, rows]
+        if self.head.logit_scale != 1.0:
+            out = out * self.head.logit_scale
+        if self.head.logit_softcap is not None:
+            out = torch.tanh(out / self.head.logit_softcap) * self.head.logit_softcap
+        return out
+
+
+class UnrolledLoss:
+    """sum_k w^k * (sum over supervised rows of KL(teacher || draft)) / (their number in the global batch)."""
+
+    def __init__(
+        self, draft: Eagle3Draft, head: TargetHead, unroll_steps: int, step_decay: float,
+        dtype: torch.dtype = torch.bfloat16, drop_out_of_vocab: bool = False,
+    ) -> None:  # fmt: skip
+        """K = `unroll_steps`, w = `step_decay`, maths in `dtype`.
+
+        The teacher is renormalised over the draft vocabulary; `drop_out_of_vocab` leaves out rows whose
+        teacher's first choice lies outside it.
+        """
+        self.draft, self.dtype = draft, dtype
+        self.unroll_steps, self.step_decay = unroll_steps, step_decay
+        self.drop_out_of_vocab = drop_out_of_vocab
+        self.teacher = Teacher(head, draft.kept_ids, dtype, draft.d2t.device)
+        self._buffers: dict[str, Tensor] = {}
+
+    def keep(self, pack: Pack) -> Tensor | None:
+        """Positions of `pack` whose rows count, [N_0] bool; None is all of them."""
+        return self.teacher.keep(pack.teacher) if self.drop_out_of_vocab else None
+
+    def counts(self, pack: Pack, keep: Tensor | None = None) -> Tensor:
+        """Supervised rows by unroll step [K] fp64, on the CPU: sum them over packs and ranks for the mean."""
+        rows = pack.counts if keep is None else [int(keep[ahead].sum()) for ahead in pack.ahead]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    def __call__(
+        self, pack: Pack, counts: Tensor | None = None, keep: Tensor | None = None
+    ) -> tuple[Tensor, StepStats]:
+        """Loss of `pack` (scalar, differentiable) and its statistics.
+
+        counts [K]: supervised rows of the whole global batch, default this pack's own. With the global counts
+        the losses and gradients of all packs of all ranks add up (a sum, not a mean) to those of one big
+        batch.
+        """
+        if not pack.counts[0]:
+            zero = torch.zeros(self.unroll_steps, dtype=torch.float64, device=self.teacher.device)
+            return zero.sum(), StepStats(zero, zero, zero)
+        own = self.counts(pack, keep)
+        total = own if counts is None else counts
+        weights = [self.step_decay**k / max(float(n), 1.0) for k, n in enumerate(total)]
+        hidden = torch.cat(unroll(self.draft.cast(self.dtype), pack))  # [sum N_k, H], what lm_head reads
+        job = _HeadJob(
+            pack, self.teacher, self.draft.target_to_draft[pack.labels], weights, keep, self._buffer
+        )
+        loss, sums = _HeadLoss.apply(hidden, self.draft.lm_head.weight, job)
+        loss_sums, hits = sums.double()
+        return loss, StepStats(own.to(sums.device), loss_sums, hits)
+
+    def _buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Scratch memory that stays: fresh large tensors cost page faults on every step."""
+        held = self._buffers.get(name)
+        if held is None or len(held) < rows or held.shape[1] != columns or held.dtype != dtype:
+            held = torch.empty(rows, columns, dtype=dtype, device=self.teacher.device)
+            self._buffers[name] = held
+        return held[:rows]
+
+
+def unroll(draft: CastDraft, pack: Pack) -> list[Tensor]:
+    """What lm_head reads at every unroll step: per step [N_k, H] for the rows pack.rows[k]."""
+    q_size = draft.q_size
+    embedded = draft.embed(pack.next_ids)  # [R, H]
+    fused = draft.fuse(pack.aux)  # [R, H]
+    normed = draft.norm_state(fused)  # [R, H]
+    embed_kv = F.linear(embedded, draft.qkv_embed[q_size:])  # [R, 2 kv]
+    embed_q = F.linear(take(embedded, pack.rows[0]), draft.qkv_embed[:q_size])  # [N_0, q]
+
+    key, value = (embed_kv + F.linear(normed, draft.qkv_state[q_size:])).chunk(2, -1)  # [R, kv]
+    keys = rotate(draft.heads(key), *draft.rotary(pack.positions))  # [R, kv_heads, head_dim]
+    values = draft.heads(value).contiguous()  # [R, kv_heads, head_dim]
+    own_keys, own_values = keys.new_empty(0, 0, *keys.shape[1:]), keys.new_empty(0, 0, *keys.shape[1:])
+
+    state, normed = take(fused, pack.rows[0]), take(normed, pack.rows[0])  # [N_0, H]
+    query = embed_q + F.linear(normed, draft.qkv_state[:q_size])  # [N_0, q]
+    embed_qkv = torch.cat([embed_q, take(embed_kv, pack.rows[0])], -1)  # [N_0, q + 2 kv]
+    outputs: list[Tensor] = []
+    for k, rows in enumerate(pack.rows):
+        rotary = draft.rotary(pack.positions[rows] + k)
+        if k:
+            state = take(state, pack.carry[k])  # [N_k, H]
+            normed = draft.norm_state(state)  # [N_k, H]
+            qkv = take(embed_qkv, pack.ahead[k]) + F.linear(normed, draft.qkv_state)  # [N_k, q + 2 kv]
+            kv_size = (qkv.shape[1] - q_size) // 2
+            query, key, value = qkv.split([q_size, kv_size, kv_size], -1)
+            key = rotate(draft.heads(key), *rotary).unsqueeze(0)  # [1, N_k, kv_heads, head_dim]
+            value = draft.heads(value).unsqueeze(0)  # [1, N_k, kv_heads, head_dim]
+            if k > 1:
+                key = torch.cat([take(own_keys, pack.carry[k], 1), key])
+                value = torch.cat([take(own_values, pack.carry[k], 1), value])
+            own_keys, own_values = key, value  # [k, N_k, kv_heads, head_dim]
+        q = rotate(draft.heads(query), *rotary)  # [N_k, heads, head_dim]
+        attended = attend(q, keys, values, own_keys, own_values, pack, k)  # [N_k, heads, head_dim]
+        hidden = draft.finish(attended, state, normed)  # [N_k, H]
+        outputs.append(draft.head_input(hidden))  # [N_k, H]
+        state = draft.next_state(hidden, outputs[-1])  # [N_k, H]
+    return outputs
+
+
+def take(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+    """Rows `index` of x, each at most once: the gradient is then a copy, not a sum."""
+    out: Tensor = _Take.apply(x, index, dim)
+    return out
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape, ctx.dim = x.shape, dim
+        return x.index_select(dim, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.shape).index_copy_(ctx.dim, index, grads[0]), None, None
+
+
+@dataclass(frozen=True)
+class _HeadJob:
+    pack: Pack
+    teacher: Teacher
+    labels: Tensor  # [N_0] int64 draft ids, -1 outside the draft vocabulary
+    weights: list[float]  # per step, w^k / global count
+    keep: Tensor | None  # [N_0] bool
+    buffer: Callable[[str, int, int, torch.dtype], Tensor]
+
+
+class _HeadLoss(torch.autograd.Function):
+    """lm_head, KL and the gradients of both, chunk by chunk over teacher positions."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, master: Tensor, job: _HeadJob) -> tuple[Tensor, Tensor]:
+        """hidden [sum N_k, H] compute dtype, master [Vd, H] fp32 -> loss, sums [2, K] (loss, hits)."""
+        pack, steps, vocab = job.pack, range(len(job.weights)), len(master)
+        weight = master.to(hidden.dtype)  # [Vd, H]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        offsets = [0]
+        for n in pack.counts:
+            offsets.append(offsets[-1] + n)
+        wants_grad = any(ctx.needs_input_grad[:2])
+        d_hidden = torch.empty_like(hidden) if wants_grad else hidden.new_empty(0)  # [sum N_k, H]
+        d_weight = torch.zeros_like(master) if wants_grad else master.new_empty(0)  # [Vd, H]
+        sums = hidden.new_zeros(2, len(steps), dtype=wide)  # [2, K]
+        positions = pack.counts[0]
+        size = max(1, CHUNK_ELEMENTS[hidden.device.type] // (vocab * len(steps)))
+        for low in range(0, positions, size):
+            high = min(low + size, positions)
+            ends = [(pack.bounds[k][low], pack.bounds[k][high]) for k in steps]
+            spans = [slice(offsets[k] + a, offsets[k] + b) for k, (a, b) in enumerate(ends)]
+            x = torch.cat([hidden[s] for s in spans])  # [n, H]
+            logits = torch.mm(x, weight.T, out=job.buffer("logits", len(x), vocab, hidden.dtype))  # [n, Vd]
+            probs, self_term = _teacher_probs(job.teacher.logits(pack.teacher[low:high]))  # [C, Vd], [C]
+            kept = None if job.keep is None else job.keep[low:high].to(wide)  # [C]
+            row_weights, done = [], 0
+            for k, (a, b) in enumerate(ends):
+                index = pack.ahead[k][a:b] - low  # [n_k]
+                part = logits[done : done + b - a]  # [n_k, Vd], becomes the gradient of the logits
+                loss, hits = _kl_rows(
+                    part, probs, index, self_term, job.labels[low:high], job.buffer
+                )  # [n_k]
+                count = torch.ones_like(loss) if kept is None else kept[index]  # [n_k]
+                sums[0, k] += (loss * count).sum()
+                sums[1, k] += (hits * count).sum()
+                row_weights.append(count * job.weights[k])
+                done += b - a
+            if wants_grad:
+                scale = torch.cat(row_weights).to(hidden.dtype).unsqueeze(-1)  # [n, 1]
+                d_weight += torch.mm(logits.T, x * scale)  # [Vd, H]
+                d_x = torch.mm(logits, weight).mul_(scale)  # [n, H]
+                for s, part in zip(spans, d_x.split([b - a for a, b in ends]), strict=True):
+                    d_hidden[s] = part
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.mark_non_differentiable(sums)
+        factors = torch.tensor(job.weights, dtype=wide, device=sums.device)  # [K]
+        return (sums[0] * factors).sum(), sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden * grads[0].to(d_hidden.dtype), d_weight * grads[0].to(d_weight.dtype), None
+
+
+def _teacher_probs(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Teacher logits [C, Vd] -> probabilities [C, Vd] and sum p log p [C]."""
+    probs = torch.softmax(logits, -1)  # [C, Vd]
+    return probs, torch.linalg.vecdot(probs, logits) - logits.logsumexp(-1)
+
+
+def _kl_rows(
+    logits: Tensor, probs: Tensor, index: Tensor, self_term: Tensor, labels: Tensor,
+    buffer: Callable[[str, int, int, torch.dtype], Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """KL(p || softmax(logits)) of each row; `logits` [n, Vd] becomes its gradient, softmax(logits) - p.
+
+    probs [C, Vd], self_term [C] (sum p log p) and labels [C] are read at `index` [n].
+    Returns the rows' losses [n] and whether their top token is the label [n].
+    """
+    if logits.is_cuda:
+        grad, loss, hits = _compiled_kl()(logits, probs, index, self_term, labels)
+        logits.copy_(grad)
+        return loss, hits
+    losses, hits_of = [], []
+    for part, at in zip(logits.split(ELEMENTWISE_ROWS), index.split(ELEMENTWISE_ROWS), strict=True):
+        size = (len(part), probs.shape[1], probs.dtype)
+        z = buffer("z", *size).copy_(part)  # [b, Vd]
+        p = torch.index_select(probs, 0, at, out=buffer("p", *size))  # [b, Vd]
+        top = z.argmax(-1, keepdim=True)  # [b, 1]
+        q = torch.softmax(z, -1, out=buffer("q", *size))  # [b, Vd]
+        lse = (z.gather(1, top) - q.gather(1, top).log()).squeeze(1)  # [b]
+        losses.append(self_term[at] + lse - torch.linalg.vecdot(p, z))  # [b]
+        hits_of.append(top.squeeze(1) == labels[at])  # [b]
+        part.copy_(q.sub_(p))
+    if not losses:
+        return logits.new_zeros(0, dtype=probs.dtype), logits.new_zeros(0, dtype=torch.bool)
+    return torch.cat(losses), torch.cat(hits_of)
+
+
+def _kl(
+    logits: Tensor, probs: Tensor, index: Tensor, self_term: Tensor, labels: Tensor
+) -> tuple[Tensor, ...]:
+    z = logits.to(probs.dtype)  # [n, Vd]
+    p = probs[index]  # [n, Vd]
+    lse = z.logsumexp(-1, keepdim=True)  # [n, 1]
+    loss = self_term[index] + lse.squeeze(1) - (p * z).sum(-1)  # [n]
+    grad = (torch.exp(z - lse) - p).to(logits.dtype)  # [n, Vd]
+    return grad, loss, z.argmax(-1) == labels[index]
+
+
+@cache
+def _compiled_kl() -> Callable[..., tuple[Tensor, ...]]:
+    return torch.compile(_kl, dynamic=True)

@@ -1,0 +1,142 @@
+"""The train stage: Ray Train over the committed parts; checkpoints live in the run folder, not in Ray's."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from app.cluster import cause_of, connect, gpu_count
+from app.config import Config
+from app.errors import UserError
+from app.pipeline import StageContext, StageResult
+from app.pipelines.generate import load_entries
+from app.pipelines.vocab import load_vocab
+from app.storage import Store
+from app.train import trainer
+from app.train.loop import FOLDER, SUMMARY, draft_config, train_loop_per_worker
+
+log = logging.getLogger("draftmill")
+
+EXECUTION_KEYS = tuple(f"train.{key}" for key in trainer.EXECUTION_KEYS)
+_FAULT = f"{FOLDER}/fault.json"  # what a person can mend, from a worker
+_INPUTS = f"{FOLDER}/inputs.json"  # what the checkpoints were made from
+_RAY = f"{FOLDER}/ray"
+_MAX_FAILURES = 3  # worker groups started again after a dead worker
+
+
+def run(ctx: StageContext) -> StageResult:
+    """Train to the end, from the newest checkpoint made from these very inputs if there is one.
+
+    Raises:
+        UserError: training broke, the cluster has too little, or the settings do not fit the data.
+    """
+    config, store = ctx.config, ctx.run.store
+    entries = load_entries(ctx)
+    shape = draft_config(ctx.target, config.train, list(ctx.layers), len(load_vocab(store).kept_ids))
+    inputs = {"generate": ctx.input("generate").digest, "vocab": ctx.input("vocab").digest}
+    if store.read_json(_INPUTS) != inputs:
+        store.delete(FOLDER)
+        store.write_json(_INPUTS, inputs)
+    store.delete(_FAULT)
+    connect(config.ray)
+    _fit(
+        config,
+        store,
+        {
+            "run_url": ctx.run.url,
+            "run_options": config.storage.options,
+            "config": config.model_dump(mode="json"),
+            "target": ctx.target.to_json(),
+            "entries": entries,
+        },
+    )
+    summary = store.read_json(f"{FOLDER}/{SUMMARY}")
+    store.delete(_RAY)
+    if summary is None:
+        raise UserError(
+            "train: the workers ended without a summary; look at their logs, then run the same command again"
+        )
+    outputs = [f"{FOLDER}/{SUMMARY}", f"{FOLDER}/metrics.jsonl"]
+    last = max(store.folders(f"{FOLDER}/checkpoints"))
+    outputs += [f"{FOLDER}/checkpoints/{last}/{name}" for name in ("weights.safetensors", "state.json")]
+    if store.exists(f"{FOLDER}/best/state.json"):
+        outputs += [f"{FOLDER}/best/{name}" for name in ("weights.safetensors", "state.json")]
+    return StageResult(
+        outputs=outputs,
+        counts={k: v for k, v in summary.items() if k != "validation"},
+        seeds={"train": config.train.seed},
+        extra={"draft_config": shape.model_dump(mode="json")},
+    )
+
+
+def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
+    """Run the worker group to its end."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    use_gpu = config.train.use_gpu if config.train.use_gpu is not None else gpu_count() > 0
+    resources = _resources(config, use_gpu)
+    filesystem = None
+    if not store.is_local:
+        from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+        filesystem = PyFileSystem(FSSpecHandler(store.fs))
+    group = TorchTrainer(
+        _worker,
+        train_loop_config=loop_config,
+        scaling_config=ScalingConfig(
+            num_workers=config.train.workers, use_gpu=use_gpu, resources_per_worker=resources
+        ),
+        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo", timeout_s=1800),
+        run_config=RunConfig(
+            name="draftmill-train",
+            storage_path=store.full(_RAY),
+            storage_filesystem=filesystem,
+            failure_config=FailureConfig(max_failures=_MAX_FAILURES),
+        ),
+    )
+    log.info("train: %d worker(s) with %s", config.train.workers, resources)
+    try:
+        group.fit()
+    except Exception as error:
+        fault = store.read_json(_FAULT)
+        if fault is not None:
+            raise UserError(fault["message"]) from error
+        cause = cause_of(error)
+        if isinstance(cause, UserError):
+            raise cause from error
+        raise
+
+
+def _resources(config: Config, use_gpu: bool) -> dict[str, float]:
+    """What one worker asks for; CPU workers make do with what a small machine has."""
+    import ray
+
+    total = ray.cluster_resources()
+    workers = config.train.workers
+    if use_gpu:
+        if total.get("GPU", 0) < workers:
+            raise UserError(
+                f"train.workers is {workers} and the cluster has {total.get('GPU', 0):g} GPUs; lower train.workers"
+                " or set train.use_gpu=false"
+            )
+        return {"GPU": 1, "CPU": 1}
+    cpus = int(total.get("CPU", 0)) // workers
+    if cpus < 1:
+        raise UserError(
+            f"train.workers is {workers} and the cluster has {total.get('CPU', 0):g} CPUs; lower it"
+        )
+    return {"CPU": min(config.train.cpus_per_worker, cpus)}
+
+
+def _worker(loop_config: dict[str, Any]) -> None:
+    """The loop, with a fault that a person can mend kept where the driver finds it and no restart repeats it."""
+    store = Store(loop_config["run_url"], loop_config["run_options"])
+    fault = store.read_json(_FAULT)
+    if fault is not None:
+        raise UserError(fault["message"])
+    try:
+        train_loop_per_worker(loop_config)
+    except UserError as error:
+        store.write_json(_FAULT, {"message": str(error)})
+        raise

@@ -1,0 +1,176 @@
+"""Checkpoints of a training run: all or nothing, the newest whole one wins.
+
+checkpoints/step-00000120/weights.safetensors     fp32 masters by checkpoint name, d2t, t2d; no embedding
+checkpoints/step-00000120/optimizer.safetensors   fp32 moments, random states
+checkpoints/step-00000120/state.json              written last: without it the folder does not count
+best/...                                          weights of the best validation, the same way
+metrics.jsonl                                     one JSON object per line
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from app.draft_config import DraftConfig
+from app.errors import UserError
+from app.storage import Store
+from app.train.draft import Eagle3Draft
+
+log = logging.getLogger("draftmill")
+
+FOLDER = "checkpoints"
+BEST = "best"
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What `load_latest` found."""
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    meta: dict[str, Any]
+
+
+def save_state(
+    store: Store,
+    step: int,
+    weights: dict[str, Tensor],
+    optimizer: dict[str, Tensor],
+    meta: dict[str, Any],
+    keep: int,
+) -> None:
+    """Commit a checkpoint after `step` steps, then drop all but the newest `keep`."""
+    folder = f"{FOLDER}/step-{step:08d}"
+    _commit(store, folder, {"weights": weights, "optimizer": optimizer}, {**meta, "step": step})
+    for old in [name for name in store.folders(FOLDER) if name <= f"step-{step:08d}"][:-keep]:
+        store.delete(f"{FOLDER}/{old}/state.json")
+        store.delete(f"{FOLDER}/{old}")
+
+
+def save_best(store: Store, weights: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    """Keep `weights` as those of the best validation so far."""
+    _commit(store, BEST, {"weights": weights}, meta)
+
+
+def load_latest(store: Store, fingerprint: str) -> SavedState | None:
+    """The newest whole checkpoint or None; one of other data or settings (`fingerprint`) is not taken."""
+    for name in sorted(store.folders(FOLDER), reverse=True):
+        folder = f"{FOLDER}/{name}"
+        meta = store.read_json(f"{folder}/state.json")
+        if meta is None:
+            continue
+        if meta["fingerprint"] != fingerprint:
+            log.warning(
+                "training: %s/%s was made with other data or settings and is not used", store.url, folder
+            )
+            continue
+        try:
+            return SavedState(
+                _read(store, folder, "weights", meta), _read(store, folder, "optimizer", meta), meta
+            )
+        except (OSError, ValueError, SafetensorError) as error:
+            log.warning(
+                "training: checkpoint %s/%s cannot be read (%s); taking an older one",
+                store.url,
+                folder,
+                error,
+            )
+    return None
+
+
+def read_weights(store: Store, which: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights (fp32) and state of the "last" or "best" checkpoint in training folder `store`.
+
+    Raises:
+        UserError: there is none.
+    """
+    best = store.read_json(f"{BEST}/state.json")
+    if which == "best" and best is not None:
+        return _read(store, BEST, "weights", best), best
+    for name in sorted(store.folders(FOLDER), reverse=True):
+        meta = store.read_json(f"{FOLDER}/{name}/state.json")
+        if meta is not None:
+            return _read(store, f"{FOLDER}/{name}", "weights", meta), meta
+    raise UserError(f"{store.url} holds no finished checkpoint; run the train stage")
+
+
+def load_draft_state(config: DraftConfig, weights: dict[str, Tensor], embed_tokens: Tensor) -> Eagle3Draft:
+    """A draft from `read_weights` and the target's embedding [V, H]."""
+    draft = Eagle3Draft(config)
+    draft.load_exported({**weights, "embed_tokens.weight": embed_tokens})
+    draft.check_loaded()
+    return draft
+
+
+def optimizer_tensors(draft: Eagle3Draft, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as named tensors `<parameter>/<key>`; keys exp_avg, exp_avg_sq, step."""
+    return {
+        f"{name}/{key}": value.detach().clone()
+        for name, p in draft.named_parameters()
+        for key, value in optimizer.state[p].items()
+    }
+
+
+def restore_optimizer(
+    draft: Eagle3Draft, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+) -> None:
+    """Put `optimizer_tensors` back; the moments stay fp32."""
+    for name, p in draft.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            value = tensors[f"{name}/{key}"]
+            optimizer.state[p][key] = value if key == "step" and not p.is_cuda else value.to(p.device)
+
+
+class Metrics:
+    """`metrics.jsonl` of a training run; appended at once in a local folder, else with checkpoints."""
+
+    PATH = "metrics.jsonl"
+
+    def __init__(self, store: Store, resume_step: int) -> None:
+        """Lines after `resume_step` belong to steps that will be done again and are dropped."""
+        self.store, self.lines = store, list[str]()
+        if store.exists(self.PATH):
+            for line in store.read_bytes(self.PATH).decode().splitlines():
+                try:
+                    if json.loads(line)["step"] <= resume_step:
+                        self.lines.append(line)
+                except (ValueError, KeyError):
+                    continue  # the last line of a killed run may be cut
+        self.flush()
+
+    def write(self, values: dict[str, Any]) -> None:
+        self.lines.append(json.dumps(values))
+        if self.store.is_local:
+            with open(self.store.full(self.PATH), "a", encoding="utf-8") as handle:
+                handle.write(self.lines[-1] + "\n")
+
+    def flush(self) -> None:
+        self.store.write_bytes(self.PATH, "".join(line + "\n" for line in self.lines).encode())
+
+
+def _commit(store: Store, folder: str, files: dict[str, dict[str, Tensor]], meta: dict[str, Any]) -> None:
+    store.delete(f"{folder}/state.json")
+    sizes = {}
+    for name, tensors in files.items():
+        path = f"{folder}/{name}.safetensors"
+        with store.staged(path) as local:
+            save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, local)
+            sizes[name] = local.stat().st_size
+        if store.size(path) != sizes[name]:
+            raise UserError(f"{store.url}/{path} was not written whole; is the storage full?")
+    store.write_json(f"{folder}/state.json", {**meta, "sizes": sizes})
+
+
+def _read(store: Store, folder: str, name: str, meta: dict[str, Any]) -> dict[str, Tensor]:
+    path = f"{folder}/{name}.safetensors"
+    if store.size(path) != meta["sizes"][name]:
+        raise ValueError(f"{path} has another size than when it was written")
+    return load_file(store.local(path))

@@ -1,0 +1,329 @@
+"""The training loop of one worker: plain PyTorch, the same with one rank or many.
+
+Every rank sums its rows' losses over the *global* count of supervised rows, and gradients are summed over
+ranks: N workers do what one worker does with the same global batch. A step is the same whether it is done in
+one pass or several. Nothing in a step draws random numbers, so a run continued from a checkpoint equals one
+never stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.config import TrainConfig
+from app.errors import UserError
+from app.storage import Store
+from app.target import TargetHead
+from app.train.alignment import pack
+from app.train.data import LoadedStep, SampleSource, StepLoader, StepPlan, cut
+from app.train.draft import Eagle3Draft
+from app.train.evaluate import GreedyDraft, Tally, batches, summarise, walk
+from app.train.loss import StepStats, UnrolledLoss
+from app.train.ranks import Ranks
+from app.train.state import Metrics, load_latest, optimizer_tensors, restore_optimizer, save_best, save_state
+
+log = logging.getLogger("draftmill")
+
+# Settings that change how a run is carried out, never what it computes.
+EXECUTION_KEYS = ("workers", "use_gpu", "cpus_per_worker", "checkpoint_every_s", "keep_checkpoints")
+TOKENS_PER_PASS = {"cpu": 4096, "cuda": 8192}
+LOG_LINES = 2000
+NORM_CHECK_STEPS = 50
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """What one worker trains with; nothing in it knows of Ray."""
+
+    draft: Eagle3Draft  # initialised or warm-started, on the CPU
+    head: TargetHead
+    train: SampleSource
+    valid: SampleSource | None
+    config: TrainConfig
+    store: Store  # the training folder
+    num_draft_tokens: int = 3  # k of the validation walk
+    device: torch.device = CPU
+    on_validation: Callable[[dict[str, Any]], None] = lambda values: None
+
+
+class Trainer:
+    def __init__(self, job: TrainJob, ranks: Ranks | None = None) -> None:
+        c = job.config
+        self.job, self.config, self.ranks = job, c, ranks or Ranks()
+        self.draft = job.draft.to(job.device)
+        self.draft.check_loaded()
+        self.ranks.same_start(self.draft.parameters())
+        self.dtype = torch.bfloat16 if c.compute_dtype == "bfloat16" else torch.float32
+        self.loss = UnrolledLoss(
+            self.draft, job.head, c.unroll_steps, c.step_decay, self.dtype, c.out_of_vocab == "drop"
+        )
+        max_tokens = self.draft.config.max_position_embeddings
+        self.plan = StepPlan(job.train.infos, c.tokens_per_step, c.seed, max_tokens)
+        self.total_steps = max(1, round(c.epochs * self.plan.steps_per_epoch))
+        self.validation_steps = self._validation_steps()
+        matrices = [p for p in self.draft.parameters() if p.dim() > 1]
+        norms = [p for p in self.draft.parameters() if p.dim() == 1]
+        groups = [
+            {"params": matrices, "weight_decay": c.weight_decay},
+            {"params": norms, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=c.betas, fused=True)
+        self.fingerprint = self._fingerprint()
+        self.step, self.seconds, self.last_loss = 0, 0.0, math.nan
+        self.validations: list[dict[str, Any]] = []
+        self._resume()
+        self.start_norms = {n: p.detach().clone() for n, p in self.draft.named_parameters() if p.dim() == 1}
+        self.start_step = self.step
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end and return a summary.
+
+        Raises:
+            UserError: the loss or a gradient is no longer finite; the last checkpoint is left as it is.
+        """
+        c, ranks = self.config, self.ranks
+        loader = StepLoader(
+            self.job.train, self.plan, c.unroll_steps, ranks.rank, ranks.world,
+            TOKENS_PER_PASS[self.job.device.type], pin=self.job.device.type == "cuda",
+        )  # fmt: skip
+        metrics = Metrics(self.job.store, self.step) if ranks.leads else None
+        log_every = max(1, self.total_steps // LOG_LINES)
+        last_save = started = time.monotonic()
+        before = self.seconds
+        window, window_tokens, window_start = None, 0, started
+        for loaded in loader.steps(self.step, self.total_steps):
+            due = ranks.leads and time.monotonic() - last_save > c.checkpoint_every_s
+            stats, norm, save = self._train_step(loaded, due)
+            self.step += 1
+            self.seconds = before + time.monotonic() - started
+            window = stats if window is None else window + stats
+            window_tokens += loaded.tokens
+            if self.step % log_every == 0 or self.step == self.total_steps:
+                values = self._reduce(window, window_tokens, time.monotonic() - window_start)
+                self.last_loss = values["loss"]
+                if metrics is not None:
+                    metrics.write({**values, "grad_norm": norm})
+                window, window_tokens, window_start = None, 0, time.monotonic()
+            if self.step in self.validation_steps:
+                self._validate(metrics)
+                save, window_start = True, time.monotonic()
+            if save or self.step == self.total_steps:
+                self._save(metrics)
+                last_save = time.monotonic()
+        self._warn_of_frozen_norms()
+        return self.summary()
+
+    def summary(self) -> dict[str, Any]:
+        """Plain numbers of the run so far."""
+        lengths = [v["acceptance_length"] for v in self.validations]
+        return {
+            "steps": self.step,
+            "epochs": self.step / self.plan.steps_per_epoch,
+            "steps_per_epoch": self.plan.steps_per_epoch,
+            "samples": len(self.plan.indices),
+            "samples_left_out": self.plan.left_out,
+            "samples_cut": self.plan.cut,
+            "loss": self.last_loss,
+            "seconds": self.seconds,
+            "validation": self.validations,
+            "best_acceptance_length": max(lengths, default=None),
+            "parameters": sum(p.numel() for p in self.draft.parameters()),
+        }
+
+    def _train_step(self, loaded: LoadedStep, save_due: bool) -> tuple[StepStats, float, bool]:
+        """One optimiser step: this rank's statistics, the gradient's norm, whether all ranks save now."""
+        ranks, device = self.ranks, self.job.device
+        packs = [p.to(device) for p in loaded.packs]
+        keeps = [self.loss.keep(p) for p in packs]
+        own = torch.stack([self.loss.counts(p, k) for p, k in zip(packs, keeps, strict=True)]).sum(0)  # [K]
+        control = torch.cat([own, own.new_tensor([float(save_due)])]).to(device)  # [K+1]
+        *counts, save = ranks.sum(control).tolist()
+        stats: StepStats | None = None
+        for p, keep in zip(packs, keeps, strict=True):
+            loss, part = self.loss(p, torch.tensor(counts, dtype=torch.float64), keep)
+            if loss.requires_grad:
+                loss.backward()
+            stats = part if stats is None else stats + part
+        assert stats is not None
+        ranks.sum_gradients(self.draft.parameters())
+        norm = float(torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.config.grad_clip))
+        if not math.isfinite(norm):
+            names = [self.job.train.infos[i].sample_id for i in loaded.samples[:8]]
+            raise UserError(
+                f"training broke at step {self.step + 1} of {self.total_steps}: the gradient norm is {norm}. "
+                "Weights were not changed and the last checkpoint stays. "
+                f"Samples of this worker's step: {', '.join(names)}. "
+                "Lower train.learning_rate, or look at the states of these samples"
+            )
+        rate = learning_rate(self.config, self.step, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return stats, norm, save > 0
+
+    def _reduce(self, stats: StepStats, tokens: int, seconds: float) -> dict[str, Any]:
+        """Global numbers of a window of steps, by unroll step where they are lists."""
+        count = torch.full_like(stats.rows, tokens)
+        rows, loss, hits, total = self.ranks.sum(
+            torch.stack([stats.rows, stats.loss, stats.hits, count])
+        ).cpu()
+        mean = loss / rows.clamp(min=1)  # [K]
+        weights = self.config.step_decay ** torch.arange(len(mean), dtype=torch.float64)  # [K]
+        return {
+            "step": self.step,
+            "epoch": self.step / self.plan.steps_per_epoch,
+            "loss": float((weights * mean).sum()),
+            "loss_by_step": mean.tolist(),
+            "accuracy_by_step": (hits / rows.clamp(min=1)).tolist(),
+            "rows_by_step": [int(n) for n in rows],
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "tokens_per_s": float(total[0]) / max(seconds, 1e-9),
+            "seconds": self.seconds,
+        }
+
+    @torch.no_grad()
+    def _validate(self, metrics: Metrics | None) -> None:
+        """Walk the validation answers, each rank its share; keep the weights if they are the best so far."""
+        source, k = self.job.valid, self.job.num_draft_tokens
+        if source is None or not len(source):
+            return
+        propose = GreedyDraft(self.draft, self.dtype)
+        mine = (
+            cut(source[i], self.plan.max_tokens)
+            for i in range(self.ranks.rank, len(source), self.ranks.world)
+        )
+        tallies: list[Tally] = []
+        zero = torch.zeros(self.config.unroll_steps, dtype=torch.float64, device=self.job.device)
+        stats = StepStats(zero, zero, zero)
+        for batch in batches(mine, TOKENS_PER_PASS[self.job.device.type]):
+            tallies += walk(batch, propose, k)
+            packed = pack(batch, self.config.unroll_steps).to(self.job.device)
+            stats = stats + self.loss(packed, keep=self.loss.keep(packed))[1]
+        acceptance = summarise([t for part in self.ranks.gather(tallies) for t in part], k)
+        means = self._reduce(stats, 0, 1.0)
+        values = {
+            "step": self.step,
+            "epoch": means["epoch"],
+            "acceptance_length": acceptance.length,
+            "interval": [acceptance.low, acceptance.high],
+            "acceptance_per_position": acceptance.per_position,
+            "num_draft_tokens": k,
+            "conversations": acceptance.conversations,
+            "loss": means["loss"],
+            "accuracy_by_step": means["accuracy_by_step"],
+        }
+        best = max((v["acceptance_length"] for v in self.validations), default=-math.inf)
+        self.validations.append(values)
+        if metrics is not None:
+            metrics.write({"step": self.step, "validation": values})
+            text = "training: step %d/%d, epoch %.2f: acceptance length %.3f (%.3f..%.3f), %d conversations"
+            numbers = (acceptance.length, acceptance.low, acceptance.high, acceptance.conversations)
+            log.info(text, self.step, self.total_steps, values["epoch"], *numbers)
+            if acceptance.length > best:
+                save_best(
+                    self.job.store,
+                    self._weights(),
+                    {"step": self.step, "fingerprint": self.fingerprint, **values},
+                )
+        self.job.on_validation(values)
+
+    def _save(self, metrics: Metrics | None) -> None:
+        random_states = self.ranks.gather(torch.get_rng_state())
+        if metrics is None:
+            return
+        metrics.flush()
+        optimizer = optimizer_tensors(self.draft, self.optimizer)
+        optimizer |= {f"rng/{rank}": state for rank, state in enumerate(random_states)}
+        meta = {
+            "fingerprint": self.fingerprint,
+            "epoch": self.step // self.plan.steps_per_epoch,
+            "step_of_epoch": self.step % self.plan.steps_per_epoch,
+            "total_steps": self.total_steps,
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "loss": self.last_loss,
+            "seconds": self.seconds,
+            "validations": self.validations,
+            "world": self.ranks.world,
+        }
+        save_state(self.job.store, self.step, self._weights(), optimizer, meta, self.config.keep_checkpoints)
+
+    def _resume(self) -> None:
+        """Take up the newest checkpoint of this very run, if there is one."""
+        saved = load_latest(self.job.store, self.fingerprint)
+        if saved is None:
+            return
+        self.draft.load_exported(saved.weights)
+        restore_optimizer(self.draft, self.optimizer, saved.optimizer)
+        meta = saved.meta
+        self.step, self.seconds, self.last_loss = meta["step"], meta["seconds"], meta["loss"]
+        self.validations = list(meta["validations"])
+        if f"rng/{self.ranks.rank}" in saved.optimizer:
+            torch.set_rng_state(saved.optimizer[f"rng/{self.ranks.rank}"])
+        if self.ranks.leads:
+            log.info(
+                "training: resumed at step %d, epoch %d (step %d of it), learning rate %.3g, last loss %.4f",
+                self.step, meta["epoch"], meta["step_of_epoch"], meta["learning_rate"], self.last_loss,
+            )  # fmt: skip
+
+    def _weights(self) -> dict[str, Tensor]:
+        state = self.draft.export_state_dict()
+        del state["embed_tokens.weight"]  # the target's own, read again from there
+        return state
+
+    def _validation_steps(self) -> set[int]:
+        every = self.config.validate_every_epochs * self.plan.steps_per_epoch
+        return {round(i * every) for i in range(1, int(self.total_steps / every) + 1)} - {0} | {
+            self.total_steps
+        }
+
+    def _fingerprint(self) -> str:
+        """Digest of all that decides what the steps compute: settings, data lengths, draft, vocabulary."""
+        lengths = [(i.sample_id, i.num_tokens, i.num_supervised) for i in self.job.train.infos]
+        parts = [
+            self.config.model_dump(mode="json", exclude=set(EXECUTION_KEYS)),
+            self.draft.config.model_dump(mode="json"),
+            lengths,
+            hashlib.sha256(self.draft.kept_ids.cpu().numpy().tobytes()).hexdigest(),
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def _warn_of_frozen_norms(self) -> None:
+        """Norm weights that never left their start are the mark of updates too small for their type."""
+        if self.step - self.start_step < NORM_CHECK_STEPS:
+            return
+        still = [
+            n
+            for n, p in self.draft.named_parameters()
+            if n in self.start_norms and p.equal(self.start_norms[n])
+        ]
+        if still and self.ranks.leads:
+            text = "training: %s did not change in %d steps; updates too small for the type, or no gradient"
+            log.warning(text, ", ".join(still), self.step - self.start_step)
+
+
+def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
+    """Rate of optimiser step `step` (from 0): linear warm-up, then the schedule down to the minimum ratio."""
+    warmup = math.ceil(config.warmup_ratio * total_steps)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / (warmup + 1)
+    done = (step - warmup) / max(1, total_steps - warmup)
+    if config.schedule == "constant":
+        share = 1.0
+    elif config.schedule == "linear":
+        share = 1.0 - done
+    else:
+        share = 0.5 * (1.0 + math.cos(math.pi * done))
+    low = config.min_learning_rate_ratio
+    return config.learning_rate * (low + (1.0 - low) * share)

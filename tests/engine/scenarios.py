@@ -1,0 +1,436 @@
+"""What the engine tests run in processes of their own: `python -m tests.engine.scenarios NAME MODEL OUT`.
+
+An engine in the process keeps memory and patches torch, so each scenario starts one engine, measures, and
+writes a dictionary to OUT for test_engine.py to judge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.engine.base import Completion, EngineError, EngineSpec, Request
+from app.engine.process import prepare_process
+from app.engine.self_check import run_self_check
+from app.engine.vllm_engine import VllmEngine
+from app.errors import RowError, UserError
+from app.target import inspect_target, load_target_head
+from tests.tiny import LAYERS, MAX_POSITIONS, TOKENIZER_LEN
+
+SMOL_LAYERS = (2, 15, 27)
+NEW_TOKENS = 40
+TEXTS = (
+    "What is the capital of France?",
+    "Write a poem about the sea, the wind and the people who live by the water. Begin with the morning.",
+    "Explain in three sentences why the sky is blue.",
+    "2 + 2 =",
+    "Name five animals that live in the forest and say what each of them eats in winter.",
+    "def fibonacci(n):",
+)
+
+
+def spec_for(model: str, layers: tuple[int, ...], num_layers: int, **changes: Any) -> EngineSpec:
+    values: dict[str, Any] = {
+        "dtype": "float32",  # bf16 would hide a fault of one percent in its own noise
+        "max_model_len": MAX_POSITIONS,
+        "max_num_seqs": 8,
+        "enforce_eager": True,
+        "kv_cache_gib": 0.5,
+        **changes,
+    }
+    return EngineSpec(model=model, aux_layer_ids=layers, num_layers=num_layers, **values)
+
+
+def reference(model: str, sequences: list[list[int]], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Hugging Face's s_0..s_n of each sequence, [T, n+1, H] fp32; s_n is taken before the final norm."""
+    from transformers import AutoModelForCausalLM
+
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+    last: list[Tensor] = []
+
+    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        last.append(output[0] if isinstance(output, tuple) else output)
+
+    net.model.layers[-1].register_forward_hook(keep)
+    out = []
+    for ids in sequences:
+        with torch.no_grad():
+            hidden = net(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        states = [*hidden[:-1], last.pop().reshape(hidden[0].shape)]
+        out.append(torch.stack(states, dim=2)[0].float())  # [T, n+1, H]
+    return out
+
+
+def errors(states: Tensor, wanted: Tensor) -> list[float]:
+    """Largest relative error of a position, per layer: [N, K, H] against [N, K, H]."""
+    off = (states.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)  # [N, K]
+    return [float(x) for x in off.amax(0)]
+
+
+async def all_of(engine: VllmEngine, requests: list[Request]) -> list[Completion | Exception]:
+    done = await asyncio.gather(*(engine.complete(r) for r in requests), return_exceptions=True)
+    return [d for d in done if isinstance(d, Completion | Exception)]
+
+
+def answers(engine: VllmEngine, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[Completion]:
+    requests = [Request(f"row {i}", p, new_tokens) for i, p in enumerate(prompts)]
+    done = asyncio.run(all_of(engine, requests))
+    assert all(isinstance(d, Completion) for d in done), done
+    return [d for d in done if isinstance(d, Completion)]
+
+
+def prefills(engine: VllmEngine, prompts: list[list[int]], done: list[Completion]) -> list[Completion]:
+    requests = [
+        Request(f"row {i}", p, 1, answer_ids=d.answer_ids)
+        for i, (p, d) in enumerate(zip(prompts, done, strict=True))
+    ]
+    again = asyncio.run(all_of(engine, requests))
+    assert all(isinstance(d, Completion) for d in again), again
+    return [d for d in again if isinstance(d, Completion)]
+
+
+def tiny_prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, TOKENIZER_LEN, (n,), generator=generator).tolist() for n in lengths]
+
+
+def smol_prompts(model: str) -> list[list[int]]:
+    from app.target import Renderer, load_tokenizer
+
+    renderer = Renderer(load_tokenizer(model))
+    return [renderer.render([{"role": "user", "content": t}], True) for t in TEXTS]
+
+
+def leftovers(engine: VllmEngine) -> tuple[int, list[str]]:
+    """States still held while idle, and our threads after closing."""
+    answers(engine, [[5, 6, 7]], 2)  # one more request, so that the worker hears of those that ended
+    assert engine._stores is not None
+    held = len(engine._stores.states)
+    engine.close()
+    return held, [t.name for t in threading.enumerate() if t.name.startswith("draftmill")]
+
+
+def tiny(model: str) -> dict[str, Any]:
+    """Every layer id, chunked prefill, requests of very different length, row faults, at last the death."""
+    every = tuple(range(1, LAYERS))
+    engine = VllmEngine(
+        spec_for(model, every, LAYERS, engine_args={"max_num_batched_tokens": 32}, max_num_seqs=4)
+    )
+    prompts = tiny_prompts(5, 150, 61, 33)
+    engine.check_embeddings(True)
+    jobs = [engine.submit(Request(f"row {i}", p, NEW_TOKENS)) for i, p in enumerate(prompts)]
+    done = [job.future.result() for job in jobs]
+    first = [engine.take_embeddings(j, d.states.shape[0]) for j, d in zip(jobs, done, strict=True)]
+    engine.check_embeddings(False)
+    again = prefills(engine, prompts, done)
+    wanted = reference(model, [p + d.answer_ids for p, d in zip(prompts, done, strict=True)])
+    out: dict[str, Any] = {
+        "shapes": [
+            (len(p), len(d.answer_ids), tuple(d.states.shape)) for p, d in zip(prompts, done, strict=True)
+        ],
+        "embedding_errors": [errors(e[:, None], w[:-1, :1]) for e, w in zip(first, wanted, strict=True)],
+        "errors": [errors(d.states, w[:-1, 1:]) for d, w in zip(done, wanted, strict=True)],
+        "prefill_errors": [errors(d.states, w[:-1, 1:]) for d, w in zip(again, wanted, strict=True)],
+        "prefill_reasons": [d.finish_reason for d in again],
+        "greedy": _greedy(model, done, wanted, prompts),
+        "row_faults": _row_faults(engine),
+        "cancelled": _cancel(engine),
+    }
+    assert engine._stores is not None
+    answers(engine, [[5, 6, 7]], 2)
+    out["held"] = len(engine._stores.states)
+    out["death"] = _death(engine)
+    engine.close()
+    out["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("draftmill")]
+    return out
+
+
+def _greedy(model: str, done: list[Completion], wanted: list[Tensor], prompts: list[list[int]]) -> float:
+    """Share of emitted tokens that Hugging Face's own states give."""
+    head = load_target_head(inspect_target(model))
+    hits = [
+        (head.logits(w[len(p) - 1 : -1, -1]).argmax(-1) == torch.tensor(d.answer_ids)).float()
+        for d, w, p in zip(done, wanted, prompts, strict=True)
+    ]
+    return float(torch.cat(hits).mean())
+
+
+def _row_faults(engine: VllmEngine) -> dict[str, str]:
+    good = tiny_prompts(9, 12)
+    faulty = {
+        "too long": Request("too long", [5] * MAX_POSITIONS, 4),
+        "answer too long": Request("answer too long", [5] * 500, 4, answer_ids=[6] * 20),
+        "temperature": Request("temperature", [5, 6], 4, {"temperature": -1.0}),
+        "unknown name": Request("unknown name", [5, 6], 4, {"temprature": 1.0}),
+        "bad words": Request("bad words", [5, 6], 4, {"logit_bias": {10**9: 1.0}}),
+        "negative id": Request("negative id", [5, -6], 4),
+        "id beyond": Request("id beyond", [5, 10**6], 4),
+        "empty": Request("empty", [], 4),
+    }
+    requests = [Request("good 0", good[0], 8), *faulty.values(), Request("good 1", good[1], 8)]
+    done = asyncio.run(all_of(engine, requests))
+    names = ["good 0", *faulty, "good 1"]
+    return {
+        name: d.reason if isinstance(d, RowError) else type(d).__name__
+        for name, d in zip(names, done, strict=True)
+    }
+
+
+def _cancel(engine: VllmEngine) -> str:
+    async def main() -> str:
+        request = Request("slow", tiny_prompts(20)[0], 490, {"ignore_eos": True})
+        try:
+            await asyncio.wait_for(engine.complete(request), 0.2)
+        except TimeoutError:
+            done = await engine.complete(Request("next", [5, 6, 7], 3))
+            return f"cancelled, then {done.finish_reason}"
+        return "finished"
+
+    return asyncio.run(main())
+
+
+def _death(engine: VllmEngine) -> dict[str, Any]:
+    runner = engine._engine.model_executor.driver_worker.worker.model_runner
+    steps, healthy = 0, runner.execute_model
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps > 5:
+            raise RuntimeError("planted: the device is gone")
+        return healthy(*args, **kwargs)
+
+    runner.execute_model = dying
+    requests = [
+        Request(f"row {i}", p, 100, {"ignore_eos": True}) for i, p in enumerate(tiny_prompts(9, 12, 7))
+    ]
+    done = asyncio.run(all_of(engine, requests))
+    try:
+        engine.submit(requests[0])
+        later = "accepted"
+    except EngineError as error:
+        later = str(error)
+    return {"kinds": [type(d).__name__ for d in done], "said": str(done[0]), "later": later}
+
+
+def preempt(model: str) -> dict[str, Any]:
+    """A cache too small for the batch: requests are preempted and start over, also while chunked."""
+    prepare_process()
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted: list[str] = []
+    original: Callable[..., Any] = Scheduler._preempt_request
+
+    def counting(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(self, request, *args, **kwargs)
+
+    Scheduler._preempt_request = counting  # type: ignore[method-assign]
+    args = {"block_size": 32, "max_num_batched_tokens": 64}
+    # 4 KiB a token in fp32: 20 blocks of 32 tokens, for 6 requests that grow to 5 blocks each.
+    engine = VllmEngine(
+        spec_for(model, (2, 4, 6), LAYERS, kv_cache_gib=20 * 32 * 4096 / 2**30, engine_args=args)
+    )
+    prompts = tiny_prompts(30, 45, 60, 20, 50, 33)
+    requests = [Request(f"row {i}", p, 110, {"ignore_eos": True}) for i, p in enumerate(prompts)]
+    done = asyncio.run(all_of(engine, requests))
+    sequences = [p + d.answer_ids for p, d in zip(prompts, done, strict=True) if isinstance(d, Completion)]
+    wanted = reference(model, sequences)
+    ids = [2, 4, 6, LAYERS]
+    out = {
+        "preempted": len(preempted),
+        "errors": [
+            errors(d.states, w[:-1, ids])
+            for d, w in zip(done, wanted, strict=True)
+            if isinstance(d, Completion)
+        ],
+        "sizes": [len(s) for s in sequences],
+    }
+    out["held"], out["threads"] = leftovers(engine)
+    return out
+
+
+def planted(model: str) -> dict[str, str]:
+    """The self-check against a healthy engine and against planted faults. Returns what it says, by fault."""
+    engine = VllmEngine(spec_for(model, (2, 4, 6), LAYERS, dtype="bfloat16"), self_check=False)
+    worker = engine._engine.model_executor.driver_worker.worker
+    target = worker.model_runner.model
+    head = load_target_head(inspect_target(model))
+    said: dict[str, str] = {}
+
+    def check(fault: str) -> None:
+        try:
+            run_self_check(engine)
+            said[fault] = "passed"
+        except UserError as error:
+            said[fault] = str(error)
+
+    check("healthy")
+    target.set_aux_hidden_state_layers((1, 3, 5, 7, 8))
+    check("shifted by one")
+    target.set_aux_hidden_state_layers((0, 2, 4, 6, 7))
+    check("last layer is n-1")
+    target.set_aux_hidden_state_layers((0, 2, 4, 6, 8))
+    check("healthy again")
+
+    pieces = worker._pieces
+
+    def swapped(*args: Any) -> Any:
+        found = pieces(*args)
+        if len(found) > 1 and found[0].count == found[1].count:
+            a, b = found[0], found[1]
+            found[0], found[1] = (
+                type(a)(b.key, b.start, a.first, a.count, b.capacity),
+                type(a)(a.key, a.start, b.first, b.count, a.capacity),
+            )
+        return found
+
+    worker._pieces = swapped
+    check("requests swapped")
+    worker._pieces = pieces
+
+    stack = torch.stack
+
+    def planting(change: Callable[[Tensor], Any]) -> Callable[..., Tensor]:
+        def patched(tensors: Any, dim: int = 0) -> Tensor:
+            rows = stack(tensors, dim=dim)
+            if rows.ndim == 3 and rows.shape[1] == 4:
+                change(rows)
+            return rows
+
+        return patched
+
+    norm = head.normed
+
+    def final_norm_applied(rows: Tensor) -> None:
+        rows[:, 3] = norm(rows[:, 3]).to(rows.dtype)
+
+    for fault, change in (
+        ("final norm applied", final_norm_applied),
+        ("layer 4 zero", lambda rows: rows[:, 1].zero_()),
+        ("layer 6 not finite", lambda rows: rows[:, 2, 5].fill_(float("nan"))),
+    ):
+        torch.stack = planting(change)
+        check(fault)
+        torch.stack = stack
+    engine.close()
+    return said
+
+
+def smol(model: str, mode: str) -> dict[str, Any]:
+    """SmolLM2: answers and states, generated and by prefill, in capture mode `mode`."""
+    engine = VllmEngine(spec_for(model, SMOL_LAYERS, 30, capture_mode=mode))
+    prompts = smol_prompts(model)
+    done = answers(engine, prompts)
+    again = prefills(engine, prompts, done)
+    out: dict[str, Any] = {
+        "prompts": prompts,
+        "answers": [d.answer_ids for d in done],
+        "reasons": [d.finish_reason for d in done],
+        "states": [d.states for d in done],
+        "prefill": [d.states for d in again],
+    }
+    if mode == "auxiliary":
+        wanted = reference(model, [p + d.answer_ids for p, d in zip(prompts, done, strict=True)])
+        ids = [*SMOL_LAYERS, 30]
+        out["errors"] = [errors(d.states, w[:-1, ids]) for d, w in zip(done, wanted, strict=True)]
+    out["held"], out["threads"] = leftovers(engine)
+    return out
+
+
+def smol_bf16(model: str) -> dict[str, Any]:
+    """The same in bf16, the type of real runs: errors against fp32, beside those of Hugging Face in bf16."""
+    from app.engine.row_checks import check_states
+
+    engine = VllmEngine(spec_for(model, SMOL_LAYERS, 30, dtype="bfloat16"))
+    prompts = smol_prompts(model)
+    done = answers(engine, prompts)
+    engine.close()
+    sequences = [p + d.answer_ids for p, d in zip(prompts, done, strict=True)]
+    ids = [*SMOL_LAYERS, 30]
+    exact = torch.cat([w[:-1, ids] for w in reference(model, sequences)])
+    noisy = torch.cat([w[:-1, ids] for w in reference(model, sequences, torch.bfloat16)])
+    ours = torch.cat([d.states for d in done]).float()
+    head = load_target_head(inspect_target(model))
+    hits = torch.cat(
+        [
+            head.logits(d.states[len(p) - 1 :, -1]).argmax(-1) == torch.tensor(d.answer_ids)
+            for p, d in zip(prompts, done, strict=True)
+        ]
+    )
+
+    def median(states: Tensor) -> list[float]:
+        return ((states - exact).norm(dim=-1) / exact.norm(dim=-1)).median(0).values.tolist()
+
+    return {
+        "dtype": str(done[0].states.dtype),
+        "ours": median(ours),
+        "hugging_face": median(noisy),
+        "agreement": float(hits.float().mean()),
+        "row_checks": [check_states(d.states, ids) for d in done],
+    }
+
+
+def plain(model: str) -> dict[str, Any]:
+    """Plain vLLM generation of the same prompts."""
+    prepare_process()
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        max_model_len=MAX_POSITIONS,
+        enforce_eager=True,
+        kv_cache_memory_bytes=2**29,
+        max_num_seqs=8,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    done = llm.generate(
+        [TokensPrompt(prompt_token_ids=p) for p in smol_prompts(model)], params, use_tqdm=False
+    )
+    return {
+        "answers": [list(d.outputs[0].token_ids) for d in done],
+        "reasons": [d.outputs[0].finish_reason for d in done],
+    }
+
+
+def other_process(model: str) -> dict[str, Any]:
+    """A worker in another process, as with tensor parallelism: the states come through files."""
+    engine = VllmEngine(
+        spec_for(model, (2, 4, 6), LAYERS, engine_args={"distributed_executor_backend": "mp"})
+    )
+    prompts = tiny_prompts(5, 70)
+    done = answers(engine, prompts)
+    assert engine._exports is not None
+    folder = Path(engine._exports.name)
+    files = [p.name for p in folder.iterdir()]
+    engine.close()
+    wanted = reference(model, [p + d.answer_ids for p, d in zip(prompts, done, strict=True)])
+    return {
+        "errors": [errors(d.states, w[:-1, [2, 4, 6, LAYERS]]) for d, w in zip(done, wanted, strict=True)],
+        "files": files,
+        "folder_left": folder.exists(),
+    }
+
+
+SCENARIOS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "tiny": tiny,
+    "preempt": preempt,
+    "planted": planted,
+    "auxiliary": lambda model: smol(model, "auxiliary"),
+    "extract": lambda model: smol(model, "extract"),
+    "smol_bf16": smol_bf16,
+    "plain": plain,
+    "other_process": other_process,
+}
+
+if __name__ == "__main__":
+    name, folder, out = sys.argv[1:]
+    torch.save(SCENARIOS[name](folder), out)

@@ -1,0 +1,157 @@
+"""The vLLM engine against Hugging Face, plain vLLM and planted faults; each engine in its own process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.packaged import packaged_target
+from tests.tiny import LAYERS
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+EXACT = 1e-4  # fp32 against fp32; two implementations differ by rounding alone
+
+Run = Callable[[str, Path], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Run a scenario of scenarios.py once and return what it measured."""
+    folder = tmp_path_factory.mktemp("scenarios")
+    results: dict[str, dict[str, Any]] = {}
+
+    def once(name: str, model: Path) -> dict[str, Any]:
+        if name not in results:
+            out = folder / f"{name}.pt"
+            command = [sys.executable, "-m", "tests.engine.scenarios", name, str(model), str(out)]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+            assert done.returncode == 0, f"{name}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+            results[name] = torch.load(out, weights_only=False)
+        return results[name]
+
+    return once
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    return packaged_target("smollm2-135m")
+
+
+def test_every_layer_of_prompt_and_answer_equals_hugging_face(run: Run, tiny: Path) -> None:
+    """Chunked prefill (32 tokens a step) and four requests of very different length at once."""
+    got = run("tiny", tiny)
+    for prompt, answer, shape in got["shapes"]:
+        assert shape[:2] == (prompt + answer - 1, LAYERS)
+    assert max(max(e) for e in got["embedding_errors"]) == 0.0
+    assert max(max(e) for e in got["errors"]) < EXACT
+    assert got["greedy"] == 1.0
+
+
+def test_prefill_gives_the_same_states(run: Run, tiny: Path) -> None:
+    got = run("tiny", tiny)
+    assert got["prefill_reasons"] == ["prefill"] * len(got["shapes"])
+    assert max(max(e) for e in got["prefill_errors"]) < EXACT
+
+
+def test_a_faulty_request_is_a_row_error_and_the_others_finish(run: Run, tiny: Path) -> None:
+    assert run("tiny", tiny)["row_faults"] == {
+        "good 0": "Completion",
+        "too long": "prompt_too_long",
+        "answer too long": "answer_too_long",
+        "temperature": "bad_sampling",
+        "unknown name": "bad_sampling",
+        "bad words": "bad_sampling",
+        "negative id": "bad_token",
+        "id beyond": "bad_token",
+        "empty": "empty_prompt",
+        "good 1": "Completion",
+    }
+
+
+def test_a_cancelled_request_is_aborted_and_its_states_freed(run: Run, tiny: Path) -> None:
+    got = run("tiny", tiny)
+    assert got["cancelled"] == "cancelled, then length"
+    assert got["held"] == 0
+
+
+def test_a_dying_engine_fails_every_request_and_leaves_no_thread(run: Run, tiny: Path) -> None:
+    got = run("tiny", tiny)
+    assert got["death"]["kinds"] == ["EngineError"] * 3
+    assert "planted" in got["death"]["said"]
+    assert "planted" in got["death"]["later"]
+    assert got["threads"] == []
+
+
+def test_preempted_requests_keep_the_right_states(run: Run, tiny: Path) -> None:
+    got = run("preempt", tiny)
+    assert got["preempted"] > 0
+    assert len(got["sizes"]) == 6
+    assert max(max(e) for e in got["errors"]) < EXACT
+    assert got["held"] == 0
+    assert got["threads"] == []
+
+
+def test_the_self_check_names_planted_faults(run: Run, tiny: Path) -> None:
+    said = run("planted", tiny)
+    assert said["healthy"] == said["healthy again"] == "passed"
+    for fault, words in {
+        "shifted by one": "s_0 is not the token's embedding",
+        "last layer is n-1": "s_n through the final norm",
+        "final norm applied": "s_n through the final norm",
+        "requests swapped": "s_0 is not the token's embedding",
+        "layer 4 zero": "layer 4: all zero",
+        "layer 6 not finite": "layer 6: not finite",
+    }.items():
+        assert words in said[fault], (fault, said[fault])
+        assert "capture.mode=extract" in said[fault]
+
+
+def test_a_worker_in_another_process_gives_the_same_states(run: Run, tiny: Path) -> None:
+    got = run("other_process", tiny)
+    assert max(max(e) for e in got["errors"]) < EXACT
+    assert got["files"] == []
+    assert not got["folder_left"]
+
+
+def test_smollm2_states_equal_hugging_face(run: Run, smollm2: Path) -> None:
+    got = run("auxiliary", smollm2)
+    assert max(max(e) for e in got["errors"]) < EXACT
+    assert got["held"] == 0
+    assert got["threads"] == []
+
+
+def test_auxiliary_extract_and_prefill_agree(run: Run, smollm2: Path) -> None:
+    auxiliary, extract = run("auxiliary", smollm2), run("extract", smollm2)
+    assert auxiliary["answers"] == extract["answers"]
+    for states in (auxiliary["prefill"], extract["states"], extract["prefill"]):
+        for got, wanted in zip(states, auxiliary["states"], strict=True):
+            assert got.shape == wanted.shape
+            assert float(((got - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()) < EXACT
+    assert extract["held"] == 0
+    assert extract["threads"] == []
+
+
+def test_answers_are_those_of_plain_generation(run: Run, smollm2: Path) -> None:
+    plain, auxiliary = run("plain", smollm2), run("auxiliary", smollm2)
+    assert auxiliary["answers"] == plain["answers"]
+    assert auxiliary["reasons"] == plain["reasons"]
+    assert {"stop", "length"} == set(plain["reasons"])
+    for answer, reason in zip(auxiliary["answers"], auxiliary["reasons"], strict=True):
+        assert (answer[-1] == 2) == (reason == "stop")
+
+
+def test_bf16_states_are_as_near_as_hugging_faces_own_bf16(run: Run, smollm2: Path) -> None:
+    got = run("smol_bf16", smollm2)
+    assert got["dtype"] == "torch.bfloat16"
+    for ours, theirs in zip(got["ours"], got["hugging_face"], strict=True):
+        assert ours < 0.02 or ours < 1.2 * theirs
+    assert got["agreement"] >= 0.97
+    assert got["row_checks"] == [None] * len(got["row_checks"])

@@ -1,0 +1,257 @@
+"""Generate: parts committed once each, whatever dies; states belong to their row. Real Ray Data, a stub engine."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from app.cluster import disconnect
+from app.errors import UserError
+from app.parts import PARTS, committed_parts, read_entry
+from app.pipeline import StageContext, run_pipeline, run_stage
+from app.pipelines import generate
+from app.samples import SampleReader, load_split
+from app.stages import stages_up_to
+from tests.runs import context, draftmill, prompts, save_config, tiny_config, write_rows
+from tests.stubs import answer_of, states_of
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def no_ray_left() -> Iterator[None]:
+    yield
+    disconnect()
+
+
+def sample_rows(ctx: StageContext) -> list[dict[str, Any]]:
+    """Rows of every committed part."""
+    rows = []
+    for entry in generate.load_entries(ctx):
+        rows += pq.read_table(ctx.run.store.local(f"{PARTS}/{entry.files['rows']['name']}")).to_pylist()
+    return rows
+
+
+def commit_times(run: Path) -> dict[str, int]:
+    return {p.name: p.stat().st_mtime_ns for p in (run / PARTS).glob("part-*")}
+
+
+def test_states_belong_to_their_rows(tiny: Path, tmp_path: Path, no_ray_left: None) -> None:
+    talk = {"messages": [{"role": "user", "content": "One"}, {"role": "assistant", "content": "old"},
+                         {"role": "user", "content": "Two"}]}  # fmt: skip
+    config = tiny_config(tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", [*prompts(24), talk]))
+    timings = run_pipeline(config, stages_up_to("generate"))
+    assert not timings["generate"]["reused"]
+    ctx = context(config)
+    counts = ctx.input("generate").counts
+    assert (counts["rows_in"], counts["kept"], counts["samples"], counts["parts"]) == (25, 25, 26, 3)
+    assert counts["bytes"] == sum(p.stat().st_size for p in (tmp_path / "run" / PARTS).glob("part-*-*"))
+    entries = generate.load_entries(ctx)
+    reader = SampleReader(
+        ctx.run.store, entries, load_split(ctx.run.store, entries, config), ("train", "holdout")
+    )
+    assert len(reader) in (25, 26)  # the validation share may take the rest
+    for index in range(len(reader)):
+        sample, row = reader[index], reader.row(index)
+        assert row["answer_ids"] == answer_of(sample.sample_id, 12)
+        states = states_of(row["prompt_ids"] + row["answer_ids"])
+        assert torch.equal(sample.aux, states[:, :3].reshape(len(states), -1))
+        assert sample.teacher_pos.tolist() == list(range(len(row["prompt_ids"]), len(sample.token_ids) - 1))
+        assert torch.equal(sample.teacher, states[sample.teacher_pos, 3])
+        assert sample.greedy
+    turns = [r for r in sample_rows(ctx) if r["turn"] == 1]
+    assert len(turns) == 1
+    history = json.loads(turns[0]["messages"])
+    assert [m["role"] for m in history] == ["user", "assistant", "user", "assistant"]
+    assert history[1]["content"] != "old"  # the target's own answer, not the recorded one
+
+
+def test_f35_damaged_parts_are_found_named_and_made_again(
+    tiny: Path,
+    tmp_path: Path,
+    no_ray_left: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = tiny_config(tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(60)))
+    run_pipeline(config, stages_up_to("generate"))
+    folder = tmp_path / "run" / PARTS
+    before = commit_times(tmp_path / "run")
+    ctx = context(config)
+    names = [e.files["states"]["name"] for e in generate.load_entries(ctx)]
+    data = (folder / names[0]).read_bytes()
+    (folder / names[0]).write_bytes(data[:-1])  # cut by one byte
+    (folder / names[1]).write_bytes(b"")  # empty
+    flipped = bytearray((folder / names[2]).read_bytes())
+    flipped[-5] ^= 1
+    (folder / names[2]).write_bytes(bytes(flipped))  # one bit
+    (folder / "part-00003.json").write_bytes((folder / "part-00003.json").read_bytes()[:40])  # entry cut
+    (folder / "part-00004.json").unlink()  # killed between data and commit
+    (folder / "part-00004-00000000.parquet").write_bytes(b"left over")
+    (tmp_path / "run" / "tmp").mkdir(exist_ok=True)
+    (tmp_path / "run" / "tmp" / "part-00004.safetensors.tmp-1").write_bytes(b"half")
+    monkeypatch.setattr("app.pipeline.log.propagate", True)
+    run_pipeline(config, stages_up_to("generate"))
+    for part, reason in (
+        (0, "bytes instead of"),
+        (1, "0 bytes"),
+        (2, "checksum"),
+        (3, "entry cannot be read"),
+    ):
+        assert any(f"part {part} is made again" in m and reason in m for m in caplog.messages), (
+            part,
+            caplog.messages,
+        )
+    after = commit_times(tmp_path / "run")
+    kept = [n for n in before if n.startswith("part-00005")]
+    assert len(kept) == 3 and all(before[n] == after[n] for n in kept)
+    assert "part-00004-00000000.parquet" not in after
+    assert not list((tmp_path / "run").rglob("*.tmp-*"))
+    ids = [r["conversation_id"] for r in sample_rows(context(config))]
+    assert len(ids) == len(set(ids)) == 60
+
+
+def test_f22_a_killed_driver_resumes_with_every_row_once(tiny: Path, tmp_path: Path) -> None:
+    """KILL at several moments: committed parts keep their time stamps, only parts in flight are done again."""
+    source = write_rows(tmp_path / "r.jsonl", prompts(100))
+    config = tiny_config(tiny, tmp_path / "run", source, generate__parts_in_flight=2, generate__replicas=2)
+    path = save_config(config, tmp_path / "c.yaml")
+    log = tmp_path / "requests.log"
+    kill_when = (20, 30)
+    for wanted in kill_when:
+        _kill_after_requests(path, log, wanted)
+        commits = commit_times(tmp_path / "run")
+        done = {n for n in commits if n.endswith(".json")}
+    committed = [p for p in range(10) if read_entry(context(config).run.store, p) is not None]
+    requests_before = log.read_text().splitlines()
+    result = draftmill("generate", str(path), env={"STUB_LOG": str(log)})
+    assert result.returncode == 0, result.stderr
+    after = commit_times(tmp_path / "run")
+    assert done and all(after[n] == commits[n] for n in done)
+    again = log.read_text().splitlines()[len(requests_before) :]
+    assert len(again) == 100 - 10 * len(committed)  # rows of parts not yet committed, each once
+    assert f"{len(committed)} of 10 parts are committed" in result.stderr
+    ids = [r["conversation_id"] for r in sample_rows(context(config))]
+    assert len(ids) == len(set(ids)) == 100
+
+
+def _kill_after_requests(path: Path, log: Path, wanted: int) -> None:
+    import signal
+    import subprocess
+    import sys
+    import time
+
+    before = len(log.read_text().splitlines()) if log.exists() else 0
+    env = {**os.environ, "STUB_LOG": str(log), "STUB_DELAY": "0.15"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app", "generate", str(path)],
+        env=env,
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        now = len(log.read_text().splitlines()) if log.exists() else 0
+        if now - before >= wanted or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    assert process.poll() is None, "the run ended before it could be killed"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    time.sleep(1)  # the local cluster dies with its driver
+
+
+@pytest.mark.parametrize("fault", ["STUB_DIE_ONCE", "STUB_ENGINE_ERROR_ONCE"])
+def test_a_dead_worker_or_engine_is_replaced_and_no_row_is_lost(
+    tiny: Path, tmp_path: Path, fault: str
+) -> None:
+    source = write_rows(tmp_path / "r.jsonl", prompts(30))
+    path = save_config(tiny_config(tiny, tmp_path / "run", source), tmp_path / "c.yaml")
+    result = draftmill("generate", str(path), env={fault: str(tmp_path / "died"), "STUB_DELAY": "0.05"})
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "died").exists()
+    config = tiny_config(tiny, tmp_path / "run", source)
+    ids = [r["conversation_id"] for r in sample_rows(context(config))]
+    assert len(ids) == len(set(ids)) == 30
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("nan", "layer 4"), ("zero", "layer 5"), ("partly_zero", "layer 2"), ("short", "states for")],
+)
+def test_f51_bad_states_stop_the_run_with_the_layer_named(
+    tiny: Path, tmp_path: Path, fault: str, words: str
+) -> None:
+    source = write_rows(tmp_path / "r.jsonl", prompts(10))
+    config = tiny_config(tiny, tmp_path / "run", source)
+    path = save_config(config, tmp_path / "c.yaml")
+    result = draftmill("generate", str(path), env={"STUB_BAD_STATES": fault})
+    assert result.returncode == 1
+    assert "states of 1 rows fail" in result.stderr and words in result.stderr
+    assert "Traceback" not in result.stderr
+    # Allowed by the user: that row alone is rejected, the rest stays, the counts add up.
+    result = draftmill("generate", str(path), "capture.max_bad_rows_per_part=1", "generate.max_error_share=0.2",
+                       env={"STUB_BAD_STATES": fault})  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    entry = read_entry(context(config).run.store, 0)
+    assert entry is not None
+    assert (entry.rows_in, entry.conversations, len(entry.rejects)) == (10, 9, 1)
+    assert words in entry.rejects[0]["detail"]
+
+
+def test_f28_failed_rows_are_counted_and_capped(tiny: Path, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "r.jsonl", prompts(40))
+    path = save_config(
+        tiny_config(tiny, tmp_path / "run", source, generate__max_error_share=0.1), tmp_path / "c.yaml"
+    )
+    result = draftmill("generate", str(path), env={"STUB_RAISE": "5"})
+    assert result.returncode == 1
+    assert "generate.max_error_share 0.1" in result.stderr and "bad_request" in result.stderr
+    result = draftmill("generate", str(path), "generate.max_error_share=0.3", env={"STUB_RAISE": "5"})
+    assert result.returncode == 0, result.stderr
+    config = tiny_config(tiny, tmp_path / "run", source)
+    counts = context(config).input("generate").counts
+    assert counts["rows_in"] == 40 == counts["kept"] + counts["rejected"]["bad_request"]
+
+
+def test_only_what_depends_on_a_change_is_redone(tiny: Path, tmp_path: Path, no_ray_left: None) -> None:
+    source = write_rows(tmp_path / "r.jsonl", prompts(20))
+    config = tiny_config(tiny, tmp_path / "run", source)
+    stages = stages_up_to("generate")
+    run_pipeline(config, stages)
+    again = run_pipeline(config, stages)
+    assert all(t["reused"] for t in again.values())
+    # Speed settings redo nothing, sampling redoes generate, appended rows redo the last part alone.
+    assert run_pipeline(tiny_config(tiny, tmp_path / "run", source, generate__max_num_seqs=3), stages)[
+        "generate"
+    ]["reused"]
+    before = commit_times(tmp_path / "run")
+    write_rows(source, prompts(25))
+    timings = run_pipeline(config, stages)
+    assert not timings["ingest"]["reused"] and not timings["generate"]["reused"]
+    after = commit_times(tmp_path / "run")
+    assert all(after[n] == before[n] for n in before)
+    changed = tiny_config(tiny, tmp_path / "run", source, generate__max_new_tokens=12)
+    assert run_pipeline(changed, stages)["ingest"]["reused"]
+    valid, bad = committed_parts(context(config).run.store, generate.part_keys(context(config)), "size")
+    assert not valid and set(bad.values()) == {"made from other inputs or settings"}
+
+
+def test_a_run_folder_is_held_by_one_driver(tiny: Path, tmp_path: Path) -> None:
+    from app.lease import Lease
+    from app.storage import Store
+
+    config = tiny_config(tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(5)))
+    lease = Lease(Store(str(tmp_path / "run")), 60)
+    lease.acquire()
+    try:
+        with pytest.raises(UserError, match="held by a running driver"):
+            run_pipeline(config, stages_up_to("ingest"))
+    finally:
+        lease.release()
+    assert run_stage(stages_up_to("ingest")[0], context(config))[1] is False
