@@ -140,5 +140,7 @@ def _configure_logging(verbose: bool) -> None:
         handler.addFilter(RedactingFilter())
         log.addHandler(handler)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     # Progress is plain lines; Ray's own bars would break them up.
     os.environ.setdefault("RAY_TQDM_PATCH_PRINT", "0")

@@ -121,9 +121,7 @@ def _is_complete(folder: Path, packaged: Packaged) -> bool:
         return (
             marker["conversion"] == CONVERSION
             and marker["source_sha256"] == packaged.gguf_sha256
-            and all(
-                (folder / name).stat().st_size == facts["size"] for name, facts in marker["files"].items()
-            )
+            and all((folder / name).stat().st_size == facts["size"] for name, facts in marker["files"].items())
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -155,9 +153,7 @@ def _convert_into(folder: Path, name: str, packaged: Packaged, source: Path) -> 
     started = time.monotonic()
     logger.info("Converting packaged target %s into %s (about 20 s, once)", name, folder)
     if _sha256(source) != packaged.gguf_sha256:
-        raise UserError(
-            f"{source} is not the file that {packaged.requirement} carries; install the package again."
-        )
+        raise UserError(f"{source} is not the file that {packaged.requirement} carries; install the package again.")
     work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
     try:
         whole = work / "checkpoint"
@@ -195,9 +191,7 @@ def _convert(packaged: Packaged, source: Path, folder: Path) -> None:
 
     for module in ("gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
-            raise UserError(
-                f"Converting a packaged target needs {module}; pip install 'draftmill[packaged-target]'."
-            )
+            raise UserError(f"Converting a packaged target needs {module}; pip install 'draftmill[packaged-target]'.")
     where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)

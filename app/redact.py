@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 _SECRET_KEY = re.compile(
-    r"(^|[_\-.])(secret|password|passwd|token|api_?key|access_?key|credential|client_kwargs_key)s?($|[_\-.])",
+    r"(^|[_\-.])(secret|password|passwd|token|api_?key|access_?key|credential)s?($|[_\-.])",
     re.I,
 )
 # Key names that hold the word but no secret.

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from app.errors import RowError, UserError
+from app.rope import rope_of_config
 
 # Gain stored as (1 + w): the Gemma form of RMSNorm, which Qwen3-Next and Qwen3.5 took over.
 _PLUS_ONE_NORM = {"gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
@@ -192,22 +193,6 @@ def check_aux_layers(layers: list[int], num_layers: int) -> tuple[int, int, int]
     return (layers[0], layers[1], layers[2])
 
 
-def resolve_rope(config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling) from any of the layouts in use: flat keys or `rope_parameters`.
-
-    `scaling` is None for plain rotary, else the dictionary with `rope_type`.
-    """
-    parameters = dict(config.get("rope_parameters") or {})
-    scaling = dict(config.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", None) or scaling.pop("rope_theta", None) or config.get("rope_theta")
-    merged = {**parameters, **scaling}
-    if "type" in merged:
-        merged.setdefault("rope_type", merged.pop("type"))
-    if merged.get("rope_type", "default") == "default":
-        merged = {}
-    return float(theta if theta is not None else 10000.0), merged or None
-
-
 def _digest_files(paths: list[Path], by_content: bool) -> str:
     digest = hashlib.sha256()
     for path in paths:
@@ -244,7 +229,7 @@ def inspect_target(
     for source in (generation, config, raw):
         value = source.get("eos_token_id")
         eos += [value] if isinstance(value, int) else list(value or [])
-    theta, scaling = resolve_rope(config)
+    rope = rope_of_config(config)
     tokenizer = load_tokenizer(folder, trust_remote_code, chat_template)
     files = [folder / f for f in _TEMPLATE_FILES if (folder / f).exists()]
     template_text = str(tokenizer.chat_template or "")
@@ -263,8 +248,8 @@ def inspect_target(
         head_dim=int(config.get("head_dim") or hidden // heads),
         intermediate_size=int(config.get("intermediate_size") or 4 * hidden),
         rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))),
         bos_token_id=config.get("bos_token_id"),

@@ -36,37 +36,43 @@ def states_of(tokens: list[int]) -> Tensor:
 
 
 class StubEngine:
-    """Behaviour by environment: STUB_DELAY (seconds a request), STUB_LENGTH (tokens of an answer),
-    STUB_BAD_STATES (id prefix -> fault), STUB_RAISE (every n-th request), STUB_DIE_ONCE (file: SIGKILL itself when
-    the file is absent, after making it), STUB_LOG (file that gets a line per finished request),
-    STUB_ENGINE_ERROR_ONCE (file: the engine fails once)."""
+    """Behaviour by engine_args, or by environment where those name none:
+
+    STUB_DELAY: seconds a request; STUB_LENGTH: tokens of an answer; STUB_BAD_STATES: fault of the third request;
+    STUB_RAISE: every n-th request is refused; STUB_DIE_ONCE: SIGKILL itself when this file is absent, after making it;
+    STUB_DIE_ALWAYS: the same each time; STUB_ENGINE_ERROR_ONCE: a file, the engine fails once; STUB_LOG: a file that
+    gets a line per finished request.
+    """
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
         self.count = 0
+        self.options = {**os.environ, **{k: str(v) for k, v in spec.engine_args.items()}}
 
     async def complete(self, request: Request) -> Completion:
         self.count += 1
         number = self.count
         # Out of order on purpose: later requests of a part end first.
-        await asyncio.sleep(float(os.environ.get("STUB_DELAY", "0")) * (1 + (7 - number % 7) / 7))
-        once = os.environ.get("STUB_DIE_ONCE")
+        await asyncio.sleep(float(self.options.get("STUB_DELAY", "0")) * (1 + (7 - number % 7) / 7))
+        once = self.options.get("STUB_DIE_ONCE")
         if once and number == 5 and not Path(once).exists():
             Path(once).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        broken = os.environ.get("STUB_ENGINE_ERROR_ONCE")
+        if self.options.get("STUB_DIE_ALWAYS") and number == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        broken = self.options.get("STUB_ENGINE_ERROR_ONCE")
         if broken and number == 5 and not Path(broken).exists():
             Path(broken).touch()
             raise EngineError("the stub engine broke")
-        if os.environ.get("STUB_RAISE") and number % int(os.environ["STUB_RAISE"]) == 0:
+        if self.options.get("STUB_RAISE") and number % int(self.options["STUB_RAISE"]) == 0:
             raise RowError("bad_request", "the stub refuses every so many requests")
         if request.answer_ids is not None:
             answer, reason = list(request.answer_ids), "prefill"
         else:
-            answer = answer_of(request.request_id, int(os.environ.get("STUB_LENGTH", "12")))
+            answer = answer_of(request.request_id, int(self.options.get("STUB_LENGTH", "12")))
             reason = "stop"
         states = states_of(request.prompt_ids + answer)
-        fault = os.environ.get("STUB_BAD_STATES")
+        fault = self.options.get("STUB_BAD_STATES")
         if fault and number == 3:
             states = states.clone()
             if fault == "nan":
@@ -77,9 +83,9 @@ class StubEngine:
                 states[: int(len(states) * 0.7) + 1, 0] = 0
             elif fault == "short":
                 states = states[:-1]
-        if os.environ.get("STUB_LOG"):
-            with open(os.environ["STUB_LOG"], "a") as log:
-                log.write(request.request_id + "\n")
+        if self.options.get("STUB_LOG"):
+            with open(self.options["STUB_LOG"], "a") as log:
+                log.write(f"{request.request_id} {os.getpid()}\n")
         return Completion(answer, reason, states)
 
     def close(self) -> None:

@@ -73,9 +73,7 @@ def test_weights_are_an_independent_dequantisation(folder: Path) -> None:
     def original(name: str, heads: int = 0) -> torch.Tensor:
         values = torch.tensor(gguf.dequantize(stored[name].data, stored[name].tensor_type))
         if heads:
-            rows, columns = (
-                values.shape
-            )  # [heads * head_dim, H], rows of a head as (d/2, 2) instead of (2, d/2)
+            rows, columns = values.shape  # [heads * head_dim, H], rows of a head as (d/2, 2) instead of (2, d/2)
             values = values.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
         return values.to(torch.bfloat16)
 
@@ -139,9 +137,7 @@ def test_nothing_is_added_in_front(tokenizer: Any) -> None:
 
 
 # The published vocabulary lacks a few bytes: some control characters, and what planes 4 to 15 begin with.
-@given(
-    st.text(st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cc", "Cs"]) | st.sampled_from("\n\t\r"))
-)
+@given(st.text(st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cc", "Cs"]) | st.sampled_from("\n\t\r")))
 def test_every_text_comes_back(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
@@ -245,9 +241,7 @@ def convert(spec, source, folder):
 packaged._convert = convert
 print(packaged.packaged_target("smollm2-135m"))
 """
-    both = [
-        subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
+    both = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate(timeout=60)[0].strip() for process in both] == [str(cache / NAME)] * 2
     assert (packaged.cache_root() / "converted").read_text() == "x"
 

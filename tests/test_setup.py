@@ -325,9 +325,7 @@ def real(clone: Clone) -> Clone:
 def test_no_package_index_is_one_sentence(real: Clone) -> None:
     ran = real.setup(PIP_CONFIG_FILE=os.devnull, PIP_INDEX_URL="http://127.0.0.1:9/simple")
     sentence = only_sentence(ran)
-    assert sentence.startswith(
-        f"setup: no package index could be reached while installing the packages of {LOCK};"
-    )
+    assert sentence.startswith(f"setup: no package index could be reached while installing the packages of {LOCK};")
     assert "PIP_INDEX_URL" in sentence
     log = Path(sentence.split("full log: ")[1])
     assert log == real.root / ".setup.log"

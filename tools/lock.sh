@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the two lock files of requirements/ again.
 #
-#   tools/lock.sh          resolve pyproject.toml in a fresh environment, then freeze it (10 minutes)
+#   tools/lock.sh          resolve pyproject.toml in a fresh environment, then freeze it (5 to 15 minutes, 7 GB of disk)
 #   tools/lock.sh VENV     freeze the existing environment VENV
 #
 # PYTHON names the CPython 3.11 to resolve with.

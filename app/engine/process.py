@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+import warnings
 
 
 def prepare_process(cpu_threads: int | None = None) -> None:
@@ -12,8 +14,12 @@ def prepare_process(cpu_threads: int | None = None) -> None:
     Args:
         cpu_threads: compute threads of a CPU engine; None: every core the process may use.
     """
+    import torch
+
+    on_gpu = torch.cuda.is_available()
     settings = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        # Without GPUs vLLM warns of a dozen things that a CPU cannot have.
+        "VLLM_LOGGING_LEVEL": "WARNING" if on_gpu else "ERROR",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
     }
@@ -22,9 +28,9 @@ def prepare_process(cpu_threads: int | None = None) -> None:
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    import torch
-
-    if not torch.cuda.is_available():
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    logging.getLogger("torch._library").setLevel(logging.ERROR)
+    if not on_gpu:
         threads = cpu_threads or len(os.sched_getaffinity(0))
         # Ray gives OMP_NUM_THREADS = CPUs of the task, often one.
         os.environ["OMP_NUM_THREADS"] = str(threads)

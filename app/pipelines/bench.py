@@ -198,6 +198,7 @@ def serve(spec: ServeSpec, prompts: list[list[int]], lengths: list[int]) -> Serv
         "enforce_eager": spec.enforce_eager,
         "enable_prefix_caching": False,
         "disable_log_stats": False,
+        "use_tqdm_on_load": False,
         **spec.engine_args,
     }
     if not spec.on_gpu:

@@ -81,9 +81,7 @@ class Pack:
     labels: Tensor  # [N_0] int64, x_{t+2} as the target's id
     rows: tuple[Tensor, ...]  # per step [N_k] int64: the rows that learn, ascending
     slots: tuple[Tensor, ...]  # per step [N_k] int64: their query slots
-    carry: tuple[
-        Tensor, ...
-    ]  # per step [N_k] int64: where row t stands among the N_{k-1} rows of the step before
+    carry: tuple[Tensor, ...]  # per step [N_k] int64: where row t stands among the N_{k-1} rows of the step before
     ahead: tuple[Tensor, ...]  # per step [N_k] int64: where row t+k stands among the N_0 rows of step 0
     cu_queries: Tensor  # [D+1] int32, slots of each document
     cu_rows: Tensor  # [D+1] int32, rows of each document
@@ -107,6 +105,15 @@ class Pack:
     def pin(self) -> Self:
         """The same pack in pinned memory."""
         return self._map(Tensor.pin_memory)
+
+    def used_by(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of a pack that another stream copied until `stream` is done with it."""
+
+        def record(tensor: Tensor) -> Tensor:
+            tensor.record_stream(stream)
+            return tensor
+
+        self._map(record)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         mapped: dict[str, Any] = {}
@@ -137,9 +144,7 @@ def pack(samples: Sequence[TrainingSample], unroll_steps: int) -> Pack:
             continue
         first, length = int(learning[0]), int(learning[-1]) + 1
         if len(sample.aux) < length:
-            raise UserError(
-                f"sample {sample.sample_id}: {len(sample.aux)} states for {length} rows; capture again"
-            )
+            raise UserError(f"sample {sample.sample_id}: {len(sample.aux)} states for {length} rows; capture again")
         next_ids.append(sample.token_ids[1 : length + 1])
         positions.append(torch.arange(length))
         aux.append(sample.aux[:length])

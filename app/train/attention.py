@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from app.train.alignment import Pack
+from app.train.fusion import fused_on_gpu
 
 # Queries scored at once on the path without a flash kernel: [heads, QUERY_BLOCK, L] scores live for a moment.
 QUERY_BLOCK = 512
@@ -45,12 +46,7 @@ class _Attend(torch.autograd.Function):
         out = dense_out if whole else dense_out[slots]  # [N_k, heads, d]
         if len(own_k):
             lse = (dense_lse if whole else dense_lse[:, slots]).T  # [N_k, heads]
-            scores = _own_scores(q, own_k)  # [k, N_k, heads]
-            merged = torch.logaddexp(lse, scores.logsumexp(0))  # [N_k, heads]
-            share = torch.exp(scores - merged).to(q.dtype)  # [k, N_k, heads]
-            out = out * torch.exp(lse - merged).to(q.dtype).unsqueeze(-1)  # [N_k, heads, d]
-            for p, v in zip(share, own_v, strict=True):
-                out += p.unsqueeze(-1) * _per_query_head(v, q.shape[1])  # [N_k, heads, d]
+            out, merged = _merge(q, own_k, own_v, out, lse)  # [N_k, heads, d], [N_k, heads]
             dense_lse = _put(dense_lse, slots, merged.T, whole)  # [heads, slots]
             dense_out = out if whole else dense_out.index_copy(0, slots, out)
         ctx.save_for_backward(dense_q, keys, values, own_k, own_v, dense_out, dense_lse, *flash)
@@ -65,24 +61,43 @@ class _Attend(torch.autograd.Function):
         slots = pack.slots[step]  # [N_k]
         whole = len(slots) == pack.num_slots
         dense_grad = _spread(grad, slots, pack.num_slots)  # [slots, heads, d]
-        dense_dq, dk, dv = _documents_backward(
-            dense_grad, dense_q, keys, values, dense_out, dense_lse, flash, pack
-        )
+        dense_dq, dk, dv = _documents_backward(dense_grad, dense_q, keys, values, dense_out, dense_lse, flash, pack)
         dq = dense_dq if whole else dense_dq[slots]  # [N_k, heads, d]
-        d_own_k, d_own_v = torch.empty_like(own_k), torch.empty_like(own_v)  # [k, N_k, kv, d]
-        if len(own_k):
-            q, out = (dense_q, dense_out) if whole else (dense_q[slots], dense_out[slots])
-            lse = (dense_lse if whole else dense_lse[:, slots]).T  # [N_k, heads]
-            share = torch.exp(_own_scores(q, own_k) - lse).to(q.dtype)  # [k, N_k, heads]
-            delta = _dot(grad, out)  # [N_k, heads]
-            heads, kv, scale = q.shape[1], own_k.shape[2], q.shape[-1] ** -0.5
-            dq = dq.clone() if dq.data_ptr() == dense_dq.data_ptr() else dq
-            for j, p in enumerate(share):
-                ds = (p * (_dot(grad, _per_query_head(own_v[j], heads)) - delta) * scale).to(q.dtype)
-                dq += ds.unsqueeze(-1) * _per_query_head(own_k[j], heads)  # [N_k, heads, d]
-                d_own_k[j] = _per_key_head(ds.unsqueeze(-1) * q, kv)  # [N_k, kv, d]
-                d_own_v[j] = _per_key_head(p.unsqueeze(-1) * grad, kv)  # [N_k, kv, d]
-        return dq, dk, dv, d_own_k, d_own_v, None, None
+        if not len(own_k):
+            return dq, dk, dv, torch.zeros_like(own_k), torch.zeros_like(own_v), None, None
+        q, out = (dense_q, dense_out) if whole else (dense_q[slots], dense_out[slots])
+        lse = (dense_lse if whole else dense_lse[:, slots]).T  # [N_k, heads]
+        own_dq, d_own_k, d_own_v = _own_gradients(grad, q, own_k, own_v, out, lse)
+        return dq + own_dq, dk, dv, d_own_k, d_own_v, None, None
+
+
+@fused_on_gpu
+def _merge(q: Tensor, own_k: Tensor, own_v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Add a row's own keys to attention over step-0 keys.
+
+    q and out [N, heads, d], lse [N, heads], own keys and values [k, N, kv, d] -> merged out and lse.
+    """
+    groups = (own_k.shape[2], -1)
+    scores = _own_scores(q, own_k)  # [k, N, heads]
+    merged = torch.logaddexp(lse, scores.logsumexp(0))  # [N, heads]
+    share = torch.exp(scores - merged).to(q.dtype)  # [k, N, heads]
+    own = share.unflatten(2, groups).unsqueeze(-1) * own_v.unsqueeze(3)  # [k, N, kv, g, d]
+    kept = torch.exp(lse - merged).to(q.dtype).unsqueeze(-1)  # [N, heads, 1]
+    return out * kept + own.sum(0).flatten(1, 2), merged
+
+
+@fused_on_gpu
+def _own_gradients(
+    grad: Tensor, q: Tensor, own_k: Tensor, own_v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients that pass through a row's own keys: of q [N, heads, d], own keys and own values [k, N, kv, d]."""
+    groups, scale = (own_k.shape[2], -1), q.shape[-1] ** -0.5
+    share = torch.exp(_own_scores(q, own_k) - lse)  # [k, N, heads]
+    d_share = (grad.unflatten(1, groups) * own_v.unsqueeze(3)).sum(-1, dtype=share.dtype)  # [k, N, kv, g]
+    ds = (share * (d_share.flatten(2) - _dot(grad, out)) * scale).to(q.dtype)  # [k, N, heads]
+    ds, share = ds.unflatten(2, groups).unsqueeze(-1), share.to(q.dtype).unflatten(2, groups).unsqueeze(-1)
+    dq = (ds * own_k.unsqueeze(3)).sum(0).flatten(1, 2)  # [N, heads, d]
+    return dq, (ds * q.unflatten(1, groups)).sum(3), (share * grad.unflatten(1, groups)).sum(3)
 
 
 def _documents_forward(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -162,24 +177,14 @@ def _stat_rows(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _own_scores(q: Tensor, own_k: Tensor) -> Tensor:
-    """q [N, heads, d] with own keys [k, N, kv, d] -> [k, N, heads]."""
-    scale = q.shape[-1] ** -0.5
-    return torch.stack([_dot(q, _per_query_head(k, q.shape[1])) for k in own_k]) * scale
+    """q [N, heads, d] with own keys [k, N, kv, d] -> [k, N, heads] in at least fp32."""
+    products = q.unflatten(1, (own_k.shape[2], -1)) * own_k.unsqueeze(3)  # [k, N, kv, g, d]
+    return products.sum(-1, dtype=_stat_dtype(q)).flatten(2) * q.shape[-1] ** -0.5
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     """Rowwise product of [N, heads, d] summed over d in at least fp32 -> [N, heads]."""
     return (a * b).sum(-1, dtype=_stat_dtype(a))
-
-
-def _per_query_head(x: Tensor, heads: int) -> Tensor:
-    """[N, kv, d] -> [N, heads, d]: each key head repeated for its query heads."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def _per_key_head(x: Tensor, kv: int) -> Tensor:
-    """[N, heads, d] -> [N, kv, d]: summed over the query heads of a key head."""
-    return x if x.shape[1] == kv else x.unflatten(1, (kv, -1)).sum(2)
 
 
 def _spread(x: Tensor, slots: Tensor, size: int) -> Tensor:
@@ -199,12 +204,7 @@ def _stat_dtype(x: Tensor) -> torch.dtype:
 
 
 def _use_flash(q: Tensor) -> bool:
-    return (
-        q.is_cuda
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and q.shape[-1] <= 256
-        and q.shape[-1] % 8 == 0
-    )
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
+
 from app.errors import UserError
 from app.train.alignment import Pack, pack
 
@@ -45,9 +47,7 @@ class StepPlan:
     one sample and about the same number of tokens; there is no short last step.
     """
 
-    def __init__(
-        self, infos: Sequence[SampleLength], tokens_per_step: int, seed: int, max_tokens: int
-    ) -> None:
+    def __init__(self, infos: Sequence[SampleLength], tokens_per_step: int, seed: int, max_tokens: int) -> None:
         """Samples longer than `max_tokens` are planned as cut to it.
 
         Raises:
@@ -192,3 +192,23 @@ def cut(sample: Any, max_tokens: int) -> Any:
         teacher=sample.teacher[read],
         teacher_pos=sample.teacher_pos[read],
     )
+
+
+def on_device(steps: Iterator[LoadedStep], device: torch.device) -> Iterator[LoadedStep]:
+    """`steps` with their packs on `device`; a GPU copies the next step while it works on this one."""
+    if device.type != "cuda":
+        yield from steps
+        return
+    copies, work = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    held: LoadedStep | None = None
+    for step in steps:
+        with torch.cuda.stream(copies):
+            moved = replace(step, packs=[p.to(device) for p in step.packs])
+        if held is not None:
+            yield held
+        work.wait_stream(copies)
+        for p in moved.packs:
+            p.used_by(work)
+        held = moved
+    if held is not None:
+        yield held

@@ -17,6 +17,7 @@ from app.draft_config import DraftConfig
 from app.errors import UserError
 from app.rope import Rope
 from app.target import TargetHead
+from app.train.fusion import fused_on_gpu
 
 
 class Norm(nn.Module):
@@ -146,9 +147,7 @@ class Eagle3Draft(nn.Module):
         trained = self.lm_head.weight.detach().clone()  # [Vd, H]
         self.set_vocabulary(kept_ids)
         fresh = head.lm_head[kept_ids.to(head.lm_head.device)].to(trained)  # [Vd, H]
-        self.lm_head.weight.copy_(
-            torch.where((old_row >= 0).unsqueeze(-1), trained[old_row.clamp(min=0)], fresh)
-        )
+        self.lm_head.weight.copy_(torch.where((old_row >= 0).unsqueeze(-1), trained[old_row.clamp(min=0)], fresh))
 
     def export_state_dict(self) -> dict[str, Tensor]:
         """Tensors by checkpoint name: fp32 masters, the embedding as stored, `d2t` and `t2d` if mapped."""
@@ -184,15 +183,13 @@ class Eagle3Draft(nn.Module):
         tensors = {**dict(self.named_parameters()), "embed_tokens.weight": self.embed_tokens.weight}
         bad = [name for name, t in tensors.items() if not bool(torch.isfinite(t).all())]
         if bad:
-            raise UserError(
-                f"the draft's {', '.join(bad)} holds NaN or infinity: never loaded, or training broke"
-            )
+            raise UserError(f"the draft's {', '.join(bad)} holds NaN or infinity: never loaded, or training broke")
 
     def cast(self, dtype: torch.dtype) -> CastDraft:
         """The layer's maths in `dtype`; gradients flow back to the fp32 masters."""
         layer, h = self.midlayer, self.config.hidden_size
         attention = layer.self_attn
-        qkv = torch.cat([p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)]).to(dtype)
+        qkv = torch.cat([p.weight.to(dtype) for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
         return CastDraft(
             draft=self,
             dtype=dtype,
@@ -200,7 +197,7 @@ class Eagle3Draft(nn.Module):
             qkv_embed=qkv[:, :h].contiguous(),
             qkv_state=qkv[:, h:].contiguous(),
             o_proj=attention.o_proj.weight.to(dtype),
-            gate_up=torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]).to(dtype),
+            gate_up=torch.cat([layer.mlp.gate_proj.weight.to(dtype), layer.mlp.up_proj.weight.to(dtype)]),
             down=layer.mlp.down_proj.weight.to(dtype),
         )
 
@@ -242,9 +239,7 @@ class CastDraft:
 
     def embed(self, ids: Tensor) -> Tensor:
         """input_layernorm(embedding): target ids [N] -> [N, H]."""
-        return self._norm(
-            self.draft.embed_tokens.weight[ids].to(self.dtype), self.draft.midlayer.input_layernorm
-        )
+        return self._norm(self.draft.embed_tokens.weight[ids].to(self.dtype), self.draft.midlayer.input_layernorm)
 
     def norm_state(self, state: Tensor) -> Tensor:
         """hidden_norm(state): [N, H] -> [N, H]."""
@@ -254,9 +249,7 @@ class CastDraft:
         """cos and sin of positions [N] -> [N, 1, head_dim/2] each."""
         angles = positions.to(torch.float32).unsqueeze(-1) * self.draft.inv_freq  # [N, head_dim/2]
         scale = self.draft.rope_scale
-        return (angles.cos() * scale).to(self.dtype).unsqueeze(1), (angles.sin() * scale).to(
-            self.dtype
-        ).unsqueeze(1)
+        return (angles.cos() * scale).to(self.dtype).unsqueeze(1), (angles.sin() * scale).to(self.dtype).unsqueeze(1)
 
     def heads(self, x: Tensor) -> Tensor:
         """[N, n * head_dim] -> [N, n, head_dim]."""
@@ -266,10 +259,8 @@ class CastDraft:
         """o_proj, residual, MLP: attended [N, heads, head_dim], states [N, H] -> [N, H] before `norm`."""
         residual = normed if self.draft.config.norm_before_residual else state  # [N, H]
         x = residual + F.linear(attended.flatten(1), self.o_proj)  # [N, H]
-        gate, up = F.linear(self._norm(x, self.draft.midlayer.post_attention_layernorm), self.gate_up).chunk(
-            2, -1
-        )
-        return x + F.linear(F.silu(gate) * up, self.down)  # [N, H]
+        y = self._norm(x, self.draft.midlayer.post_attention_layernorm)  # [N, H]
+        return x + F.linear(swiglu(F.linear(y, self.gate_up)), self.down)  # [N, H]
 
     def head_input(self, hidden: Tensor) -> Tensor:
         """norm(hidden), what lm_head reads: [N, H] -> [N, H]."""
@@ -280,12 +271,21 @@ class CastDraft:
         return head_input if self.draft.config.norm_output else hidden
 
 
+@fused_on_gpu
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of [N, H] in at least fp32 with gain [H]; the result has the dtype of x."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype)
 
 
+@fused_on_gpu
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [N, 2 I] -> [N, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@fused_on_gpu
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, half-split form: x [N, n, head_dim], cos and sin [N, 1, head_dim/2] -> like x."""
     a, b = x.chunk(2, -1)  # [N, n, head_dim/2]
@@ -299,16 +299,12 @@ def inverse_frequencies(config: DraftConfig) -> tuple[Tensor, float]:
         UserError: a scaling whose frequencies depend on the sequence's length, or one nobody knows.
     """
     rope = Rope.parse(config.rope_theta, config.rope_scaling, config.max_position_embeddings)
-    exponents = (
-        torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    )  # [head_dim/2]
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim  # [head_dim/2]
     if rope.scaling is None:
         return 1.0 / rope.theta**exponents, 1.0
     kind = str(rope.scaling["rope_type"])
     if kind not in ("linear", "llama3", "yarn"):
-        raise UserError(
-            f"rope_type {kind!r} cannot be trained: it depends on the length; give the draft its own"
-        )
+        raise UserError(f"rope_type {kind!r} cannot be trained: it depends on the length; give the draft its own")
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

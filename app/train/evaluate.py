@@ -91,9 +91,7 @@ class GreedyDraft:
             kept, chunk = self.draft.kept_ids, max(1, 2**24 // len(weight))
             for step, hidden in enumerate(unroll(self.draft.cast(self.dtype), packed)):  # [N_k, H]
                 top = [torch.mm(part, weight.T).argmax(-1) for part in hidden.split(chunk)]
-                starts = (
-                    packed.ahead[step] - step
-                )  # where row t stands among the N_0: rows of a turn are adjacent
+                starts = packed.ahead[step] - step  # where row t stands among the N_0: rows of a turn are adjacent
                 if len(starts):
                     proposals[starts.cpu(), step] = kept[torch.cat(top)].cpu()
         counts = [int(supervision_mask(s.loss_mask, 0).sum()) for s in samples]
@@ -106,9 +104,7 @@ def walk(samples: Sequence[EvaluationSample], propose: Proposer, k: int) -> list
     for sample, proposals in zip(samples, propose(samples, k), strict=True):
         accepted_at, drafts = [0] * k, 0
         starts = supervision_mask(sample.loss_mask, 0).nonzero().flatten()  # [n]
-        whole = supervision_mask(
-            sample.loss_mask, k - 1
-        )  # [T-1], rows whose k proposals all lie in the answer
+        whole = supervision_mask(sample.loss_mask, k - 1)  # [T-1], rows whose k proposals all lie in the answer
         runs = run_lengths(sample, starts, proposals)  # [n]
         begins = {max(p - 1, 0) for p in _answers(sample.loss_mask)}
         following: int | None = None
@@ -157,9 +153,7 @@ def summarise(tallies: Iterable[Tally], k: int, bootstrap: int = 1000, seed: int
     return _acceptance(counts, k, bootstrap, seed, by_domain)
 
 
-def _acceptance(
-    counts: Tensor, k: int, bootstrap: int, seed: int, by_domain: dict[str, Acceptance]
-) -> Acceptance:
+def _acceptance(counts: Tensor, k: int, bootstrap: int, seed: int, by_domain: dict[str, Acceptance]) -> Acceptance:
     """counts [C, 1+k]: drafts, then drafts that accepted at least 1 .. k, by conversation."""
     drafts, accepted = counts[:, 0], counts[:, 1:].sum(-1)  # [C]
     total, hits = float(drafts.sum()), float(accepted.sum())

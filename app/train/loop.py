@@ -96,9 +96,7 @@ def run_worker(
     return summary
 
 
-def draft_config(
-    target: TargetInfo, train: TrainConfig, layers: list[int], draft_vocab_size: int
-) -> DraftConfig:
+def draft_config(target: TargetInfo, train: TrainConfig, layers: list[int], draft_vocab_size: int) -> DraftConfig:
     """The draft's shape: the target's own where the configuration names nothing else.
 
     `layers` are the captured auxiliary ids k, then n for the teacher's state.

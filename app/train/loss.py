@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from app.target import TargetHead
 from app.train.alignment import Pack
 from app.train.attention import attend
 from app.train.draft import CastDraft, Eagle3Draft, rotate
+from app.train.fusion import fused_on_gpu
 
 # Logits alive at once, in elements: a chunk's [rows, Vd]. Larger chunks add up lm_head's gradient less often.
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
@@ -120,9 +120,7 @@ class UnrolledLoss:
         total = own if counts is None else counts
         weights = [self.step_decay**k / max(float(n), 1.0) for k, n in enumerate(total)]
         hidden = torch.cat(unroll(self.draft.cast(self.dtype), pack))  # [sum N_k, H], what lm_head reads
-        job = _HeadJob(
-            pack, self.teacher, self.draft.target_to_draft[pack.labels], weights, keep, self._buffer
-        )
+        job = _HeadJob(pack, self.teacher, self.draft.target_to_draft[pack.labels], weights, keep, self._buffer)
         loss, sums = _HeadLoss.apply(hidden, self.draft.lm_head.weight, job)
         loss_sums, hits = sums.double()
         return loss, StepStats(own.to(sums.device), loss_sums, hits)
@@ -235,9 +233,7 @@ class _HeadLoss(torch.autograd.Function):
             for k, (a, b) in enumerate(ends):
                 index = pack.ahead[k][a:b] - low  # [n_k]
                 part = logits[done : done + b - a]  # [n_k, Vd], becomes the gradient of the logits
-                loss, hits = _kl_rows(
-                    part, probs, index, self_term, job.labels[low:high], job.buffer
-                )  # [n_k]
+                loss, hits = _kl_rows(part, probs, index, self_term, job.labels[low:high], job.buffer)  # [n_k]
                 count = torch.ones_like(loss) if kept is None else kept[index]  # [n_k]
                 sums[0, k] += (loss * count).sum()
                 sums[1, k] += (hits * count).sum()
@@ -245,7 +241,7 @@ class _HeadLoss(torch.autograd.Function):
                 done += b - a
             if wants_grad:
                 scale = torch.cat(row_weights).to(hidden.dtype).unsqueeze(-1)  # [n, 1]
-                d_weight += torch.mm(logits.T, x * scale)  # [Vd, H]
+                d_weight = _add_product(d_weight, logits.T, x * scale)  # [Vd, H]
                 d_x = torch.mm(logits, weight).mul_(scale)  # [n, H]
                 for s, part in zip(spans, d_x.split([b - a for a, b in ends]), strict=True):
                     d_hidden[s] = part
@@ -260,6 +256,14 @@ class _HeadLoss(torch.autograd.Function):
         return d_hidden * grads[0].to(d_hidden.dtype), d_weight * grads[0].to(d_weight.dtype), None
 
 
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b, the sum kept in the dtype of total; a GPU multiplies bf16 into fp32 directly."""
+    if total.is_cuda and a.dtype != total.dtype:
+        return torch.addmm(total, a, b, out_dtype=total.dtype)
+    return total.add_(torch.mm(a, b))
+
+
+@fused_on_gpu
 def _teacher_probs(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Teacher logits [C, Vd] -> probabilities [C, Vd] and sum p log p [C]."""
     probs = torch.softmax(logits, -1)  # [C, Vd]
@@ -276,9 +280,7 @@ def _kl_rows(
     Returns the rows' losses [n] and whether their top token is the label [n].
     """
     if logits.is_cuda:
-        grad, loss, hits = _compiled_kl()(logits, probs, index, self_term, labels)
-        logits.copy_(grad)
-        return loss, hits
+        return _kl(logits, probs, index, self_term, labels)
     losses, hits_of = [], []
     for part, at in zip(logits.split(ELEMENTWISE_ROWS), index.split(ELEMENTWISE_ROWS), strict=True):
         size = (len(part), probs.shape[1], probs.dtype)
@@ -295,17 +297,13 @@ def _kl_rows(
     return torch.cat(losses), torch.cat(hits_of)
 
 
-def _kl(
-    logits: Tensor, probs: Tensor, index: Tensor, self_term: Tensor, labels: Tensor
-) -> tuple[Tensor, ...]:
+@fused_on_gpu
+def _kl(logits: Tensor, probs: Tensor, index: Tensor, self_term: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """`_kl_rows` said plainly; one kernel where it is compiled."""
     z = logits.to(probs.dtype)  # [n, Vd]
     p = probs[index]  # [n, Vd]
     lse = z.logsumexp(-1, keepdim=True)  # [n, 1]
     loss = self_term[index] + lse.squeeze(1) - (p * z).sum(-1)  # [n]
-    grad = (torch.exp(z - lse) - p).to(logits.dtype)  # [n, Vd]
-    return grad, loss, z.argmax(-1) == labels[index]
-
-
-@cache
-def _compiled_kl() -> Callable[..., tuple[Tensor, ...]]:
-    return torch.compile(_kl, dynamic=True)
+    hits = z.argmax(-1) == labels[index]  # [n]
+    logits.copy_(torch.exp(z - lse) - p)
+    return loss, hits

@@ -40,9 +40,7 @@ def reference_loss(
                 hits += int(kept[student.argmax()] == sample.token_ids[t + 2 + k])
                 rows += 1
         total = total + step_decay**k * losses / max(rows, 1)
-        report.append(
-            {"rows": rows, "loss": float(losses.detach()) / max(rows, 1), "hits": hits / max(rows, 1)}
-        )
+        report.append({"rows": rows, "loss": float(losses.detach()) / max(rows, 1), "hits": hits / max(rows, 1)})
     return total, report
 
 
@@ -58,9 +56,7 @@ def reference_logits(draft: Eagle3Draft, sample: TrainingSample, unroll_steps: i
 
     def rotary(x: Tensor, positions: Tensor) -> Tensor:  # x [rows, n, head_dim]
         angles = positions[:, None].float() * draft.inv_freq  # [rows, head_dim/2]
-        cos = (torch.cat([angles, angles], -1).cos() * draft.rope_scale).to(dtype)[
-            :, None
-        ]  # [rows, 1, head_dim]
+        cos = (torch.cat([angles, angles], -1).cos() * draft.rope_scale).to(dtype)[:, None]  # [rows, 1, head_dim]
         sin = (torch.cat([angles, angles], -1).sin() * draft.rope_scale).to(dtype)[:, None]
         turned = torch.cat([-x[..., c.head_dim // 2 :], x[..., : c.head_dim // 2]], -1)
         return x * cos + turned * sin
@@ -80,9 +76,7 @@ def reference_logits(draft: Eagle3Draft, sample: TrainingSample, unroll_steps: i
     out = []
     for k in range(unroll_steps):
         shifted = ids[(torch.arange(rows) + 1 + k).clamp(max=rows)]  # x_{t+1+k}, repeated past the end
-        embedded = norm(
-            draft.embed_tokens.weight[shifted].to(dtype), layer.input_layernorm.weight
-        )  # [T-1, H]
+        embedded = norm(draft.embed_tokens.weight[shifted].to(dtype), layer.input_layernorm.weight)  # [T-1, H]
         normed = norm(state, layer.hidden_norm.weight)  # [T-1, H]
         residual = normed if c.norm_before_residual else state
         x = torch.cat([embedded, normed], -1)  # [T-1, 2H]
@@ -92,9 +86,7 @@ def reference_logits(draft: Eagle3Draft, sample: TrainingSample, unroll_steps: i
         value = layer.self_attn.v_proj(x).unflatten(-1, (-1, c.head_dim))
         keys.append(key.repeat_interleave(groups, 1))
         values.append(value.repeat_interleave(groups, 1))
-        scores = [
-            torch.einsum("thd,shd->hts", q, keys[0]).masked_fill(~causal, -torch.inf)
-        ]  # [heads, T-1, T-1]
+        scores = [torch.einsum("thd,shd->hts", q, keys[0]).masked_fill(~causal, -torch.inf)]  # [heads, T-1, T-1]
         scores += [torch.einsum("thd,thd->ht", q, own)[..., None] for own in keys[1:]]  # [heads, T-1, 1] each
         weights = (torch.cat(scores, -1) * c.head_dim**-0.5).softmax(-1)  # [heads, T-1, T-1+k]
         attended = torch.einsum("hts,shd->thd", weights[..., :rows], values[0])  # [T-1, heads, head_dim]

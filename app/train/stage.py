@@ -71,7 +71,7 @@ def run(ctx: StageContext) -> StageResult:
 
 def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
     """Run the worker group to its end."""
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     use_gpu = config.train.use_gpu if config.train.use_gpu is not None else gpu_count() > 0
@@ -92,6 +92,7 @@ def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
             name="draftmill-train",
             storage_path=store.full(_RAY),
             storage_filesystem=filesystem,
+            logging_config=LoggingConfig(log_level="WARNING"),  # type: ignore[call-arg]
             failure_config=FailureConfig(max_failures=_MAX_FAILURES),
         ),
     )

@@ -68,14 +68,10 @@ def load_latest(store: Store, fingerprint: str) -> SavedState | None:
         if meta is None:
             continue
         if meta["fingerprint"] != fingerprint:
-            log.warning(
-                "training: %s/%s was made with other data or settings and is not used", store.url, folder
-            )
+            log.warning("training: %s/%s was made with other data or settings and is not used", store.url, folder)
             continue
         try:
-            return SavedState(
-                _read(store, folder, "weights", meta), _read(store, folder, "optimizer", meta), meta
-            )
+            return SavedState(_read(store, folder, "weights", meta), _read(store, folder, "optimizer", meta), meta)
         except (OSError, ValueError, SafetensorError) as error:
             log.warning(
                 "training: checkpoint %s/%s cannot be read (%s); taking an older one",
@@ -119,9 +115,7 @@ def optimizer_tensors(draft: Eagle3Draft, optimizer: torch.optim.Optimizer) -> d
     }
 
 
-def restore_optimizer(
-    draft: Eagle3Draft, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
-) -> None:
+def restore_optimizer(draft: Eagle3Draft, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """Put `optimizer_tensors` back; the moments stay fp32."""
     for name, p in draft.named_parameters():
         for key in ("exp_avg", "exp_avg_sq", "step"):

@@ -25,7 +25,7 @@ from app.errors import UserError
 from app.storage import Store
 from app.target import TargetHead
 from app.train.alignment import pack
-from app.train.data import LoadedStep, SampleSource, StepLoader, StepPlan, cut
+from app.train.data import LoadedStep, SampleSource, StepLoader, StepPlan, cut, on_device
 from app.train.draft import Eagle3Draft
 from app.train.evaluate import GreedyDraft, Tally, batches, summarise, walk
 from app.train.loss import StepStats, UnrolledLoss
@@ -102,7 +102,7 @@ class Trainer:
         last_save = started = time.monotonic()
         before = self.seconds
         window, window_tokens, window_start = None, 0, started
-        for loaded in loader.steps(self.step, self.total_steps):
+        for loaded in on_device(loader.steps(self.step, self.total_steps), self.job.device):
             due = ranks.leads and time.monotonic() - last_save > c.checkpoint_every_s
             stats, norm, save = self._train_step(loaded, due)
             self.step += 1
@@ -144,7 +144,7 @@ class Trainer:
     def _train_step(self, loaded: LoadedStep, save_due: bool) -> tuple[StepStats, float, bool]:
         """One optimiser step: this rank's statistics, the gradient's norm, whether all ranks save now."""
         ranks, device = self.ranks, self.job.device
-        packs = [p.to(device) for p in loaded.packs]
+        packs = loaded.packs
         keeps = [self.loss.keep(p) for p in packs]
         own = torch.stack([self.loss.counts(p, k) for p, k in zip(packs, keeps, strict=True)]).sum(0)  # [K]
         control = torch.cat([own, own.new_tensor([float(save_due)])]).to(device)  # [K+1]
@@ -176,9 +176,7 @@ class Trainer:
     def _reduce(self, stats: StepStats, tokens: int, seconds: float) -> dict[str, Any]:
         """Global numbers of a window of steps, by unroll step where they are lists."""
         count = torch.full_like(stats.rows, tokens)
-        rows, loss, hits, total = self.ranks.sum(
-            torch.stack([stats.rows, stats.loss, stats.hits, count])
-        ).cpu()
+        rows, loss, hits, total = self.ranks.sum(torch.stack([stats.rows, stats.loss, stats.hits, count])).cpu()
         mean = loss / rows.clamp(min=1)  # [K]
         weights = self.config.step_decay ** torch.arange(len(mean), dtype=torch.float64)  # [K]
         return {
@@ -200,10 +198,7 @@ class Trainer:
         if source is None or not len(source):
             return
         propose = GreedyDraft(self.draft, self.dtype)
-        mine = (
-            cut(source[i], self.plan.max_tokens)
-            for i in range(self.ranks.rank, len(source), self.ranks.world)
-        )
+        mine = (cut(source[i], self.plan.max_tokens) for i in range(self.ranks.rank, len(source), self.ranks.world))
         tallies: list[Tally] = []
         zero = torch.zeros(self.config.unroll_steps, dtype=torch.float64, device=self.job.device)
         stats = StepStats(zero, zero, zero)
@@ -284,9 +279,7 @@ class Trainer:
 
     def _validation_steps(self) -> set[int]:
         every = self.config.validate_every_epochs * self.plan.steps_per_epoch
-        return {round(i * every) for i in range(1, int(self.total_steps / every) + 1)} - {0} | {
-            self.total_steps
-        }
+        return {round(i * every) for i in range(1, int(self.total_steps / every) + 1)} - {0} | {self.total_steps}
 
     def _fingerprint(self) -> str:
         """Digest of all that decides what the steps compute: settings, data lengths, draft, vocabulary."""
@@ -303,11 +296,7 @@ class Trainer:
         """Norm weights that never left their start are the mark of updates too small for their type."""
         if self.step - self.start_step < NORM_CHECK_STEPS:
             return
-        still = [
-            n
-            for n, p in self.draft.named_parameters()
-            if n in self.start_norms and p.equal(self.start_norms[n])
-        ]
+        still = [n for n, p in self.draft.named_parameters() if n in self.start_norms and p.equal(self.start_norms[n])]
         if still and self.ranks.leads:
             text = "training: %s did not change in %d steps; updates too small for the type, or no gradient"
             log.warning(text, ", ".join(still), self.step - self.start_step)

@@ -1,7 +1,6 @@
 """Generate: parts committed once each, whatever dies; states belong to their row. Real Ray Data, a stub engine."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from app.cluster import disconnect
+from app.cluster import connect, disconnect
+from app.config import RayConfig
 from app.errors import UserError
 from app.parts import PARTS, committed_parts, read_entry
 from app.pipeline import StageContext, run_pipeline, run_stage
@@ -23,8 +23,10 @@ from tests.stubs import answer_of, states_of
 pytestmark = pytest.mark.cluster
 
 
-@pytest.fixture
-def no_ray_left() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """One local cluster for the tests that run in this process."""
+    connect(RayConfig(num_cpus=2, dashboard=False, object_store_gib=0.1))
     yield
     disconnect()
 
@@ -41,7 +43,7 @@ def commit_times(run: Path) -> dict[str, int]:
     return {p.name: p.stat().st_mtime_ns for p in (run / PARTS).glob("part-*")}
 
 
-def test_states_belong_to_their_rows(tiny: Path, tmp_path: Path, no_ray_left: None) -> None:
+def test_states_belong_to_their_rows(tiny: Path, tmp_path: Path, cluster: None) -> None:
     talk = {"messages": [{"role": "user", "content": "One"}, {"role": "assistant", "content": "old"},
                          {"role": "user", "content": "Two"}]}  # fmt: skip
     config = tiny_config(tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", [*prompts(24), talk]))
@@ -52,9 +54,7 @@ def test_states_belong_to_their_rows(tiny: Path, tmp_path: Path, no_ray_left: No
     assert (counts["rows_in"], counts["kept"], counts["samples"], counts["parts"]) == (25, 25, 26, 3)
     assert counts["bytes"] == sum(p.stat().st_size for p in (tmp_path / "run" / PARTS).glob("part-*-*"))
     entries = generate.load_entries(ctx)
-    reader = SampleReader(
-        ctx.run.store, entries, load_split(ctx.run.store, entries, config), ("train", "holdout")
-    )
+    reader = SampleReader(ctx.run.store, entries, load_split(ctx.run.store, entries, config), ("train", "holdout"))
     assert len(reader) in (25, 26)  # the validation share may take the rest
     for index in range(len(reader)):
         sample, row = reader[index], reader.row(index)
@@ -74,7 +74,7 @@ def test_states_belong_to_their_rows(tiny: Path, tmp_path: Path, no_ray_left: No
 def test_f35_damaged_parts_are_found_named_and_made_again(
     tiny: Path,
     tmp_path: Path,
-    no_ray_left: None,
+    cluster: None,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -116,60 +116,8 @@ def test_f35_damaged_parts_are_found_named_and_made_again(
     assert len(ids) == len(set(ids)) == 60
 
 
-def test_f22_a_killed_driver_resumes_with_every_row_once(tiny: Path, tmp_path: Path) -> None:
-    """KILL at several moments: committed parts keep their time stamps, only parts in flight are done again."""
-    source = write_rows(tmp_path / "r.jsonl", prompts(100))
-    config = tiny_config(tiny, tmp_path / "run", source, generate__parts_in_flight=2, generate__replicas=2)
-    path = save_config(config, tmp_path / "c.yaml")
-    log = tmp_path / "requests.log"
-    kill_when = (20, 30)
-    for wanted in kill_when:
-        _kill_after_requests(path, log, wanted)
-        commits = commit_times(tmp_path / "run")
-        done = {n for n in commits if n.endswith(".json")}
-    committed = [p for p in range(10) if read_entry(context(config).run.store, p) is not None]
-    requests_before = log.read_text().splitlines()
-    result = draftmill("generate", str(path), env={"STUB_LOG": str(log)})
-    assert result.returncode == 0, result.stderr
-    after = commit_times(tmp_path / "run")
-    assert done and all(after[n] == commits[n] for n in done)
-    again = log.read_text().splitlines()[len(requests_before) :]
-    assert len(again) == 100 - 10 * len(committed)  # rows of parts not yet committed, each once
-    assert f"{len(committed)} of 10 parts are committed" in result.stderr
-    ids = [r["conversation_id"] for r in sample_rows(context(config))]
-    assert len(ids) == len(set(ids)) == 100
-
-
-def _kill_after_requests(path: Path, log: Path, wanted: int) -> None:
-    import signal
-    import subprocess
-    import sys
-    import time
-
-    before = len(log.read_text().splitlines()) if log.exists() else 0
-    env = {**os.environ, "STUB_LOG": str(log), "STUB_DELAY": "0.15"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app", "generate", str(path)],
-        env=env,
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 180
-    while time.monotonic() < deadline:
-        now = len(log.read_text().splitlines()) if log.exists() else 0
-        if now - before >= wanted or process.poll() is not None:
-            break
-        time.sleep(0.05)
-    assert process.poll() is None, "the run ended before it could be killed"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    time.sleep(1)  # the local cluster dies with its driver
-
-
 @pytest.mark.parametrize("fault", ["STUB_DIE_ONCE", "STUB_ENGINE_ERROR_ONCE"])
-def test_a_dead_worker_or_engine_is_replaced_and_no_row_is_lost(
-    tiny: Path, tmp_path: Path, fault: str
-) -> None:
+def test_a_dead_worker_or_engine_is_replaced_and_no_row_is_lost(tiny: Path, tmp_path: Path, fault: str) -> None:
     source = write_rows(tmp_path / "r.jsonl", prompts(30))
     path = save_config(tiny_config(tiny, tmp_path / "run", source), tmp_path / "c.yaml")
     result = draftmill("generate", str(path), env={fault: str(tmp_path / "died"), "STUB_DELAY": "0.05"})
@@ -185,41 +133,46 @@ def test_a_dead_worker_or_engine_is_replaced_and_no_row_is_lost(
     [("nan", "layer 4"), ("zero", "layer 5"), ("partly_zero", "layer 2"), ("short", "states for")],
 )
 def test_f51_bad_states_stop_the_run_with_the_layer_named(
-    tiny: Path, tmp_path: Path, fault: str, words: str
+    tiny: Path, tmp_path: Path, cluster: None, fault: str, words: str
 ) -> None:
     source = write_rows(tmp_path / "r.jsonl", prompts(10))
-    config = tiny_config(tiny, tmp_path / "run", source)
-    path = save_config(config, tmp_path / "c.yaml")
-    result = draftmill("generate", str(path), env={"STUB_BAD_STATES": fault})
-    assert result.returncode == 1
-    assert "states of 1 rows fail" in result.stderr and words in result.stderr
-    assert "Traceback" not in result.stderr
+    faulty = {"STUB_BAD_STATES": fault}
+    config = tiny_config(tiny, tmp_path / "run", source, generate__engine_args=faulty)
+    with pytest.raises(UserError, match=rf"states of 1 rows fail .*{words}"):
+        run_pipeline(config, stages_up_to("generate"))
     # Allowed by the user: that row alone is rejected, the rest stays, the counts add up.
-    result = draftmill("generate", str(path), "capture.max_bad_rows_per_part=1", "generate.max_error_share=0.2",
-                       env={"STUB_BAD_STATES": fault})  # fmt: skip
-    assert result.returncode == 0, result.stderr
+    config = tiny_config(
+        tiny, tmp_path / "run", source, generate__engine_args=faulty,
+        capture__max_bad_rows_per_part=1, generate__max_error_share=0.2,
+    )  # fmt: skip
+    run_pipeline(config, stages_up_to("generate"))
     entry = read_entry(context(config).run.store, 0)
     assert entry is not None
     assert (entry.rows_in, entry.conversations, len(entry.rejects)) == (10, 9, 1)
     assert words in entry.rejects[0]["detail"]
 
 
-def test_f28_failed_rows_are_counted_and_capped(tiny: Path, tmp_path: Path) -> None:
+def test_f28_failed_rows_are_counted_and_capped(tiny: Path, tmp_path: Path, cluster: None) -> None:
     source = write_rows(tmp_path / "r.jsonl", prompts(40))
-    path = save_config(
-        tiny_config(tiny, tmp_path / "run", source, generate__max_error_share=0.1), tmp_path / "c.yaml"
-    )
-    result = draftmill("generate", str(path), env={"STUB_RAISE": "5"})
-    assert result.returncode == 1
-    assert "generate.max_error_share 0.1" in result.stderr and "bad_request" in result.stderr
-    result = draftmill("generate", str(path), "generate.max_error_share=0.3", env={"STUB_RAISE": "5"})
-    assert result.returncode == 0, result.stderr
-    config = tiny_config(tiny, tmp_path / "run", source)
+    refusing = {"generate__engine_args": {"STUB_RAISE": 5}}
+    config = tiny_config(tiny, tmp_path / "run", source, generate__max_error_share=0.1, **refusing)
+    with pytest.raises(UserError, match=r"bad_request.*generate\.max_error_share 0\.1"):
+        run_pipeline(config, stages_up_to("generate"))
+    config = tiny_config(tiny, tmp_path / "run", source, generate__max_error_share=0.3, **refusing)
+    run_pipeline(config, stages_up_to("generate"))
     counts = context(config).input("generate").counts
     assert counts["rows_in"] == 40 == counts["kept"] + counts["rejected"]["bad_request"]
 
 
-def test_only_what_depends_on_a_change_is_redone(tiny: Path, tmp_path: Path, no_ray_left: None) -> None:
+def test_a_part_that_kills_every_engine_stops_the_run_with_a_sentence(tiny: Path, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "r.jsonl", prompts(10))
+    path = save_config(tiny_config(tiny, tmp_path / "run", source, generate__max_attempts=2), tmp_path / "c.yaml")
+    result = draftmill("generate", str(path), env={"STUB_DIE_ALWAYS": "1"})
+    assert result.returncode == 1
+    assert "process ended 2 times while making part 0" in result.stderr
+
+
+def test_only_what_depends_on_a_change_is_redone(tiny: Path, tmp_path: Path, cluster: None) -> None:
     source = write_rows(tmp_path / "r.jsonl", prompts(20))
     config = tiny_config(tiny, tmp_path / "run", source)
     stages = stages_up_to("generate")
@@ -227,9 +180,9 @@ def test_only_what_depends_on_a_change_is_redone(tiny: Path, tmp_path: Path, no_
     again = run_pipeline(config, stages)
     assert all(t["reused"] for t in again.values())
     # Speed settings redo nothing, sampling redoes generate, appended rows redo the last part alone.
-    assert run_pipeline(tiny_config(tiny, tmp_path / "run", source, generate__max_num_seqs=3), stages)[
-        "generate"
-    ]["reused"]
+    assert run_pipeline(tiny_config(tiny, tmp_path / "run", source, generate__max_num_seqs=3), stages)["generate"][
+        "reused"
+    ]
     before = commit_times(tmp_path / "run")
     write_rows(source, prompts(25))
     timings = run_pipeline(config, stages)

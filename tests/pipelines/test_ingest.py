@@ -113,14 +113,17 @@ def test_a_source_that_cannot_be_used_is_one_sentence(
 
 def test_f28_one_long_prompt_and_one_bad_value_cost_two_rows(tiny: Path, tmp_path: Path) -> None:
     rows = [*prompts(98), {"prompt": "a " * 400}, {"prompt": "x", "sampling": {"temperature": -1}}]
-    counts, kept, _ = run_ingest(tiny_config(tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", rows)))
+    counts, _, _ = run_ingest(tiny_config(tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", rows)))
     assert (counts["kept"], counts["rejected"]) == (98, {"prompt_too_long": 1, "bad_sampling": 1})
     rows = [*prompts(40), *({"prompt": "a " * (400 + i)} for i in range(60))]
     with pytest.raises(UserError, match=r"60 of 100 rows .*prompt_too_long 60.*max_reject_share 0\.2"):
         run_ingest(tiny_config(tiny, tmp_path / "run2", write_rows(tmp_path / "r2.jsonl", rows)))
 
 
-PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 TALK = [
     {"role": "user", "content": "What is 17 + 25?"},
     {"role": "assistant", "content": "It is 42."},
@@ -189,7 +192,7 @@ def test_f14_a_prompt_that_fills_the_length_is_rejected_after_the_cut(tiny: Path
         "messages": [{"role": "user", "content": "a " * 300}, {"role": "assistant", "content": "b " * 20}]
     }
     short = [{"messages": [{"role": "user", "content": f"Count {i}"}, TALK[1]]} for i in range(9)]
-    counts, kept, rejects = run_ingest(as_is_config(tiny, tmp_path, [*short, long]))
+    counts, _, rejects = run_ingest(as_is_config(tiny, tmp_path, [*short, long]))
     assert counts["kept"] == 9
     assert [r["reason"] for r in rejects] == ["no_target_tokens_left"]
     with pytest.raises(UserError, match="no_target_tokens_left"):

@@ -35,16 +35,10 @@ class WideHead(TargetHead):
 
     def logits(self, s_n: Tensor, rows: Tensor | None = None) -> Tensor:
         x = s_n.double()
-        x = (
-            x
-            * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.norm_eps)
-            * (self.norm_weight + self.norm_plus_one)
-        )
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.norm_eps) * (self.norm_weight + self.norm_plus_one)
         weight = (self.lm_head if rows is None else self.lm_head[rows]).double()
         out = x @ weight.T * self.logit_scale
-        return (
-            out if self.logit_softcap is None else torch.tanh(out / self.logit_softcap) * self.logit_softcap
-        )
+        return out if self.logit_softcap is None else torch.tanh(out / self.logit_softcap) * self.logit_softcap
 
 
 def debug_config(**changes: Any) -> DraftConfig:
@@ -66,9 +60,7 @@ def debug_config(**changes: Any) -> DraftConfig:
     return DraftConfig(**(values | changes))
 
 
-def debug_head(
-    seed: int = 0, hidden: int = 32, vocab: int = VOCAB, wide: bool = False, **changes: Any
-) -> TargetHead:
+def debug_head(seed: int = 0, hidden: int = 32, vocab: int = VOCAB, wide: bool = False, **changes: Any) -> TargetHead:
     g = torch.Generator().manual_seed(seed)
     values: dict[str, Any] = {
         "norm_weight": 1 + 0.1 * torch.randn(hidden, generator=g),
@@ -130,9 +122,7 @@ def make_sample(
     )
 
 
-def random_samples(
-    n: int, seed: int = 0, longest: int = 24, hidden: int = 32, vocab: int = VOCAB
-) -> list[FakeSample]:
+def random_samples(n: int, seed: int = 0, longest: int = 24, hidden: int = 32, vocab: int = VOCAB) -> list[FakeSample]:
     """Documents of random length with random masks: one span, several spans, scattered tokens, or nothing."""
     g = torch.Generator().manual_seed(seed)
     samples = []

@@ -108,23 +108,15 @@ def serve(
     cache: list[tuple[Tensor, Tensor]] = []
 
     def layer_step(token: Tensor, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        embed = rms_norm(
-            draft.embed_tokens.weight[token].float(), layer.input_layernorm.weight, c.rms_norm_eps
-        )
+        embed = rms_norm(draft.embed_tokens.weight[token].float(), layer.input_layernorm.weight, c.rms_norm_eps)
         normed = rms_norm(state, layer.hidden_norm.weight, c.rms_norm_eps)
         x = torch.cat([embed, normed])
         angle = position * draft.inv_freq
         cos, sin = angle.cos()[None, None], angle.sin()[None, None]
         q = rotate(attention.q_proj(x).view(1, -1, d), cos, sin)[0]  # [heads, d]
-        cache.append(
-            (rotate(attention.k_proj(x).view(1, -1, d), cos, sin)[0], attention.v_proj(x).view(-1, d))
-        )
-        keys = torch.stack([k for k, _ in cache]).repeat_interleave(
-            c.num_attention_heads // c.num_key_value_heads, 1
-        )
-        values = torch.stack([v for _, v in cache]).repeat_interleave(
-            c.num_attention_heads // c.num_key_value_heads, 1
-        )
+        cache.append((rotate(attention.k_proj(x).view(1, -1, d), cos, sin)[0], attention.v_proj(x).view(-1, d)))
+        keys = torch.stack([k for k, _ in cache]).repeat_interleave(c.num_attention_heads // c.num_key_value_heads, 1)
+        values = torch.stack([v for _, v in cache]).repeat_interleave(c.num_attention_heads // c.num_key_value_heads, 1)
         weights = (torch.einsum("hd,shd->hs", q, keys) * d**-0.5).softmax(-1)
         attended = torch.einsum("hs,shd->hd", weights, values).flatten()
         hidden = (normed if c.norm_before_residual else state) + attention.o_proj(attended)

@@ -55,9 +55,7 @@ def test_masks_are_nested_and_never_read_outside() -> None:
 
 def test_missing_teacher_position_is_named() -> None:
     sample = make_sample(span_mask(10, [(4, 10)]), name="row-17")
-    broken = type(sample)(
-        **{**sample.__dict__, "teacher": sample.teacher[1:], "teacher_pos": sample.teacher_pos[1:]}
-    )
+    broken = type(sample)(**{**sample.__dict__, "teacher": sample.teacher[1:], "teacher_pos": sample.teacher_pos[1:]})
     with pytest.raises(UserError, match=r"row-17.*position 4"):
         pack([broken], 2)
 
@@ -153,9 +151,7 @@ def test_a_token_outside_the_draft_vocabulary_is_a_miss() -> None:
     head = debug_head()
     draft = debug_draft(head, draft_vocab_size=1)
     sample = make_sample(span_mask(12, [(2, 12)]))
-    outside = type(sample)(
-        **{**sample.__dict__, "token_ids": torch.full((12,), (int(draft.kept_ids[0]) + 1) % 96)}
-    )
+    outside = type(sample)(**{**sample.__dict__, "token_ids": torch.full((12,), (int(draft.kept_ids[0]) + 1) % 96)})
     inside = type(sample)(**{**sample.__dict__, "token_ids": torch.full((12,), int(draft.kept_ids[0]))})
     fast = UnrolledLoss(draft, head, 2, 0.8, torch.float32)
     assert fast(pack([outside], 2))[1].hits.tolist() == [0, 0]

@@ -125,9 +125,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     assert again.run()["validation"] == summary["validation"]
 
 
-def test_other_settings_do_not_take_up_the_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_settings_do_not_take_up_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Trainer(make_job(tmp_path)).run()
     assert Trainer(make_job(tmp_path, cpus_per_worker=7)).step == 30
     assert Trainer(make_job(tmp_path, learning_rate=1e-3)).step == 0
@@ -159,9 +157,7 @@ def test_it_learns_and_the_draft_comes_back_from_its_checkpoint(tmp_path: Path) 
     assert weights.keys() == last.keys()
 
 
-def test_every_norm_moves_in_fifty_bf16_steps_at_a_small_rate(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_norm_moves_in_fifty_bf16_steps_at_a_small_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """F60."""
     job = make_job(tmp_path, epochs=5, learning_rate=1e-4, compute_dtype="bfloat16")
     start = {n: p.detach().clone() for n, p in job.draft.named_parameters() if p.dim() == 1}
@@ -273,8 +269,7 @@ def test_two_workers_equal_one_and_resume_after_one_died(tmp_path: Path) -> None
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4)
     metrics = [
-        [json.loads(x) for x in (tmp_path / n / "metrics.jsonl").read_text().splitlines()]
-        for n in ("one", "two")
+        [json.loads(x) for x in (tmp_path / n / "metrics.jsonl").read_text().splitlines()] for n in ("one", "two")
     ]
     for a, b in zip(*metrics, strict=True):
         assert a["step"] == b["step"]
