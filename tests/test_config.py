@@ -62,3 +62,10 @@ def test_what_is_printed_is_what_is_read() -> None:
 
 def test_trust_remote_code_is_off_unless_asked_for() -> None:
     assert load_config(None, [SOURCE]).target.trust_remote_code is False
+
+
+def test_the_reference_is_up_to_date() -> None:
+    from tests.runs import ROOT
+    from tools.config_reference import reference
+
+    assert (ROOT / "docs" / "configuration.md").read_text() == reference()

@@ -17,7 +17,6 @@ from app.draft_config import DraftConfig
 from app.errors import UserError
 from app.rope import Rope
 from app.target import TargetHead
-from app.train.fusion import fused_on_gpu
 
 
 class Norm(nn.Module):
@@ -271,21 +270,18 @@ class CastDraft:
         return head_input if self.draft.config.norm_output else hidden
 
 
-@fused_on_gpu
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of [N, H] in at least fp32 with gain [H]; the result has the dtype of x."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype)
 
 
-@fused_on_gpu
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [N, 2 I] -> [N, I]."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
-@fused_on_gpu
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, half-split form: x [N, n, head_dim], cos and sin [N, 1, head_dim/2] -> like x."""
     a, b = x.chunk(2, -1)  # [N, n, head_dim/2]

@@ -263,7 +263,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return total.add_(torch.mm(a, b))
 
 
-@fused_on_gpu
 def _teacher_probs(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Teacher logits [C, Vd] -> probabilities [C, Vd] and sum p log p [C]."""
     probs = torch.softmax(logits, -1)  # [C, Vd]
