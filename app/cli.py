@@ -58,12 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("-v", "--verbose", action="store_true", help="more log lines")
     configured = argparse.ArgumentParser(add_help=False, parents=[common])
     configured.add_argument("config", help="YAML file of the run")
-    configured.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="values over the file's"
-    )
-    configured.add_argument(
-        "--print-config", action="store_true", help="print the resolved configuration and exit"
-    )
+    configured.add_argument("overrides", nargs="*", metavar="section.key=value", help="values over the file's")
+    configured.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     all_stages = verbs.add_parser("run", parents=[configured], help="do every stage that is not up to date")
     all_stages.set_defaults(function=_run_all)
@@ -72,9 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         verb.set_defaults(function=_run_stage)
     status = verbs.add_parser("status", parents=[common], help="what of a run is done, what is stale and why")
     status.add_argument("run", help="run folder, or the YAML file of the run")
-    status.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="what would be stale with these"
-    )
+    status.add_argument("overrides", nargs="*", metavar="section.key=value", help="what would be stale with these")
     status.set_defaults(function=_status)
     submit = verbs.add_parser("submit", parents=[configured], help="submit the run to a Ray cluster as a job")
     submit.add_argument("--address", help="dashboard of the cluster, http://HOST:8265 (default: RAY_ADDRESS)")

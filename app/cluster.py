@@ -56,9 +56,7 @@ def connect(config: RayConfig) -> None:
     )
     url = ray.get_runtime_context().gcs_address
     dashboard = getattr(ray._private.worker._global_node, "webui_url", None)
-    log.info(
-        "started a local Ray cluster (%s)%s", url, f", dashboard http://{dashboard}" if dashboard else ""
-    )
+    log.info("started a local Ray cluster (%s)%s", url, f", dashboard http://{dashboard}" if dashboard else "")
 
 
 def is_connected() -> bool:
@@ -94,11 +92,7 @@ def cause_of(error: BaseException) -> BaseException:
         if isinstance(current, UserError):
             return current
         queue += [getattr(current, "cause", None), current.__cause__, current.__context__]
-        queue += (
-            list(getattr(current, "worker_failures", {}).values())
-            if hasattr(current, "worker_failures")
-            else []
-        )
+        queue += list(getattr(current, "worker_failures", {}).values()) if hasattr(current, "worker_failures") else []
     return error
 
 

@@ -28,9 +28,7 @@ class TargetConfig(Section):
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
     chat_template: str | None = Field(None, description="file that replaces the tokenizer's chat template")
     template_kwargs: dict[str, Any] = Field(default_factory=dict, description="passed to the chat template")
-    dtype: Literal["bfloat16", "float16", "float32"] = Field(
-        "bfloat16", description="numeric type the engine runs in"
-    )
+    dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="numeric type the engine runs in")
 
 
 class SourceConfig(Section):
@@ -65,31 +63,21 @@ class GenerateConfig(Section):
     replicas: int = Field(1, gt=0, description="engines side by side")
     tensor_parallel: int = Field(1, gt=0, description="GPUs per engine")
     max_num_seqs: int = Field(64, gt=0, description="requests decoded at once per engine")
-    parts_in_flight: int = Field(
-        2, gt=0, description="parts an engine works on at once, so that it never drains"
-    )
+    parts_in_flight: int = Field(2, gt=0, description="parts an engine works on at once, so that it never drains")
     enforce_eager: bool = Field(False, description="no CUDA graphs and no compile (always on without GPUs)")
     kv_cache_gib: float = Field(2.0, gt=0, description="GiB of KV cache, CPU engines only")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM as they are")
-    max_error_share: float = Field(
-        0.05, ge=0, le=1, description="share of rows that may fail before the run stops"
-    )
-    max_attempts: int = Field(
-        4, gt=0, description="times a part may end its engine's process before the run stops"
-    )
-    row_timeout_s: float = Field(
-        1800, gt=0, description="seconds one request may take before its row is rejected"
-    )
+    max_error_share: float = Field(0.05, ge=0, le=1, description="share of rows that may fail before the run stops")
+    max_attempts: int = Field(4, gt=0, description="times a part may end its engine's process before the run stops")
+    row_timeout_s: float = Field(1800, gt=0, description="seconds one request may take before its row is rejected")
 
 
 class CaptureConfig(Section):
     mode: Literal["auxiliary", "extract"] = Field(
         "auxiliary", description="the model's auxiliary outputs, or vLLM's extract method"
     )
-    layers: list[int] | None = Field(
-        None, description="three ids k, state after k layers; default {2, n//2, n-3}"
-    )
+    layers: list[int] | None = Field(None, description="three ids k, state after k layers; default {2, n//2, n-3}")
     mask: Literal["auto", "engine", "generation_tags", "prefix", "all"] = Field(
         "auto",
         description="where supervised tokens come from; auto: the engine's boundary for regenerated rows,"
@@ -126,9 +114,7 @@ class TrainConfig(Section):
         description="teacher mass outside the draft vocabulary: spread, or drop rows whose top is outside",
     )
     tokens_per_step: int = Field(8192, gt=0, description="tokens per optimiser step over all workers")
-    validation_share: float = Field(
-        0.05, ge=0, lt=1, description="share of conversations held out for validation"
-    )
+    validation_share: float = Field(0.05, ge=0, lt=1, description="share of conversations held out for validation")
     validate_every_epochs: float = Field(1.0, gt=0)
     checkpoint_every_s: float = Field(300, gt=0, description="seconds between checkpoints")
     keep_checkpoints: int = Field(2, gt=0)
@@ -154,9 +140,7 @@ class EvaluateConfig(Section):
 
 class ExportConfig(Section):
     checkpoint: Literal["best", "last"] = Field("last", description="best: by validation acceptance length")
-    embed_tokens: bool = Field(
-        True, description="write the target's embedding, bit-exact; vLLM shares it if absent"
-    )
+    embed_tokens: bool = Field(True, description="write the target's embedding, bit-exact; vLLM shares it if absent")
 
 
 class BenchConfig(Section):
@@ -172,9 +156,7 @@ class RayConfig(Section):
         description="null: the cluster of RAY_ADDRESS or of the submitted job, else a local one; local; or host:port",
     )
     num_cpus: int | None = Field(None, gt=0, description="CPUs of a local cluster; default: all")
-    object_store_gib: float = Field(
-        0.5, gt=0, description="GiB, local cluster only; states never pass through it"
-    )
+    object_store_gib: float = Field(0.5, gt=0, description="GiB, local cluster only; states never pass through it")
     dashboard: bool = Field(True, description="local cluster only")
     engine_cpus: float = Field(1, gt=0, description="CPUs reserved per engine")
 
@@ -185,12 +167,8 @@ class StorageConfig(Section):
         default_factory=dict,
         description="fsspec options of the run folder, endpoint_url say; never put keys here",
     )
-    lease_timeout_s: float = Field(
-        60, gt=0, description="seconds after which a silent driver on another host is dead"
-    )
-    verify: Literal["checksum", "size"] = Field(
-        "checksum", description="how committed parts are verified on resume"
-    )
+    lease_timeout_s: float = Field(60, gt=0, description="seconds after which a silent driver on another host is dead")
+    verify: Literal["checksum", "size"] = Field("checksum", description="how committed parts are verified on resume")
 
 
 class Config(Section):
@@ -275,9 +253,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     try:
         value = yaml.safe_load(text) if text else None
     except yaml.YAMLError as error:
-        raise UserError(
-            f"override {override!r}: the value is not valid YAML ({_first_line(error)})"
-        ) from error
+        raise UserError(f"override {override!r}: the value is not valid YAML ({_first_line(error)})") from error
     if isinstance(value, str):
         value = _number(value)
     node: Any = data
@@ -286,9 +262,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         last = depth == len(parts) - 1
         if isinstance(node, list):
             if not part.isdigit() or int(part) >= len(node):
-                raise UserError(
-                    f"override {override!r}: {'.'.join(parts[:depth])} has {len(node)} entries, from 0"
-                )
+                raise UserError(f"override {override!r}: {'.'.join(parts[:depth])} has {len(node)} entries, from 0")
             if last:
                 node[int(part)] = value
             else:

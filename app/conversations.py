@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from app.errors import RowError
@@ -195,7 +196,7 @@ def tokenise_as_is(
     if not any(mask):
         raise RowError("empty_mask", f"method {method} supervises no token")
     ids, mask = ids[:max_length], mask[:max_length]
-    if not any(a and b for a, b in zip(mask, mask[1:], strict=False)):
+    if not any(a and b for a, b in pairwise(mask)):
         raise RowError("no_target_tokens_left", f"nothing supervised in the first {max_length} tokens")
     end = max(i for i, m in enumerate(mask) if m) + 1
     ids, mask = ids[:end], mask[:end]

@@ -202,9 +202,7 @@ def entry_fault(store: Store, entry: PartEntry, key: str, verify: str) -> str | 
     return None
 
 
-def committed_parts(
-    store: Store, keys: dict[int, str], verify: str
-) -> tuple[dict[int, PartEntry], dict[int, str]]:
+def committed_parts(store: Store, keys: dict[int, str], verify: str) -> tuple[dict[int, PartEntry], dict[int, str]]:
     """Split parts into valid entries and, for the rest that left traces, the reason they are made again.
 
     Args:

@@ -85,12 +85,8 @@ class Stage:
     inputs: tuple[str, ...] = ()
     config_keys: tuple[str, ...] = ()  # sections or dotted keys that shape the output
     execution_keys: tuple[str, ...] = ()  # keys of those sections that change only speed
-    outside: Callable[[StageContext], dict[str, str]] | None = (
-        None  # digests of things outside the run folder
-    )
-    unfinished: Callable[[StageContext], str | None] | None = (
-        None  # why finished-looking output is not, in words
-    )
+    outside: Callable[[StageContext], dict[str, str]] | None = None  # digests of things outside the run folder
+    unfinished: Callable[[StageContext], str | None] | None = None  # why finished-looking output is not, in words
     version: int = 1
 
 

@@ -84,7 +84,8 @@ def summary_lines(url: str, results: dict[str, Any]) -> list[str]:
         speed = bench["tokens_per_second"]
         line(
             "speed",
-            f"{speed['baseline']:,.0f} tokens/s without, {speed['draft']:,.0f} with the draft ({bench['speedup']:.2f}x)",
+            f"{speed['baseline']:,.0f} tokens/s without, {speed['draft']:,.0f} with the draft"
+            f" ({bench['speedup']:.2f}x)",
         )
         line(
             "outputs",

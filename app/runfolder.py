@@ -127,9 +127,7 @@ def git_revision() -> str | None:
 
     try:
         revision = git("rev-parse", "HEAD")
-        return (
-            f"{revision}+changes" if git("status", "--porcelain", "--untracked-files=no", ".") else revision
-        )
+        return f"{revision}+changes" if git("status", "--porcelain", "--untracked-files=no", ".") else revision
     except (OSError, subprocess.SubprocessError):
         return None
 

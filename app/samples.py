@@ -46,9 +46,7 @@ class SampleInfo:
     num_supervised: int  # teacher rows S
 
 
-def assign_splits(
-    conversation_ids: list[str], holdout: int, seed: int, validation_share: float
-) -> dict[str, str]:
+def assign_splits(conversation_ids: list[str], holdout: int, seed: int, validation_share: float) -> dict[str, str]:
     """Deterministic split by conversation: the `holdout` lowest hashes, then the validation share, the rest train.
 
     Independent of order and of the number of workers.
@@ -163,9 +161,7 @@ def conversation_ids(store: Store, entries: list[PartEntry]) -> list[str]:
     """Every conversation with at least one sample."""
     ids: set[str] = set()
     for entry in entries:
-        table = pq.read_table(
-            store.local(f"{PARTS}/{entry.files['rows']['name']}"), columns=["conversation_id"]
-        )
+        table = pq.read_table(store.local(f"{PARTS}/{entry.files['rows']['name']}"), columns=["conversation_id"])
         ids.update(table.column(0).to_pylist())
     return sorted(ids)
 

@@ -40,9 +40,7 @@ STAGES: tuple[Stage, ...] = (
         config_keys=("train", "evaluate.holdout", "evaluate.holdout_seed"),
         execution_keys=train.EXECUTION_KEYS,
     ),
-    Stage(
-        "export", export.run, inputs=("vocab", "train"), config_keys=("export", "evaluate.num_draft_tokens")
-    ),
+    Stage("export", export.run, inputs=("vocab", "train"), config_keys=("export", "evaluate.num_draft_tokens")),
     Stage(
         "evaluate",
         evaluate.run,

@@ -56,7 +56,5 @@ def _config_of(run: str, overrides: list[str]) -> Config:
     try:
         data = yaml.safe_load(folder.store.read_bytes("config.yaml"))
     except FileNotFoundError as error:
-        raise UserError(
-            f"{run} is no run folder: it has no config.yaml; give a run folder or a YAML file"
-        ) from error
+        raise UserError(f"{run} is no run folder: it has no config.yaml; give a run folder or a YAML file") from error
     return parse_config(apply_overrides({**data, "run_dir": folder.url}, overrides), f"{run}/config.yaml")

@@ -181,15 +181,9 @@ class Store:
         """A local file with the content of `path`: itself when local, else a copy fetched once per process tree."""
         if self.is_local:
             return Path(self.full(path))
-        cache = (
-            Path(tempfile.gettempdir())
-            / "draftmill-cache"
-            / hashlib.sha256(self.url.encode()).hexdigest()[:12]
-        )
+        cache = Path(tempfile.gettempdir()) / "draftmill-cache" / hashlib.sha256(self.url.encode()).hexdigest()[:12]
         info = self._fs.info(self.full(path))
-        tag = hashlib.sha256(
-            f"{path}:{info['size']}:{info.get('ETag') or info.get('mtime')}".encode()
-        ).hexdigest()[:12]
+        tag = hashlib.sha256(f"{path}:{info['size']}:{info.get('ETag') or info.get('mtime')}".encode()).hexdigest()[:12]
         copy = cache / tag / path.rsplit("/", 1)[-1]
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)

@@ -144,9 +144,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pth", "original/*"])
-        )
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pth", "original/*"]))
     except Exception as error:
         reason = str(error).strip().splitlines()
         raise UserError(
@@ -219,9 +217,7 @@ def inspect_target(
         layers = int(config["num_hidden_layers"])
         vocab = int(config["vocab_size"])
     except KeyError as error:
-        raise UserError(
-            f"{folder}/config.json has no {error.args[0]!r}; this is not a decoder target"
-        ) from error
+        raise UserError(f"{folder}/config.json has no {error.args[0]!r}; this is not a decoder target") from error
     generation: dict[str, Any] = {}
     if (folder / "generation_config.json").exists():
         generation = json.loads((folder / "generation_config.json").read_text())
@@ -278,9 +274,7 @@ def load_target_head(info: TargetInfo) -> TargetHead:
     def need(suffix: str) -> Tensor:
         name = files.find(suffix)
         if name is None:
-            raise UserError(
-                f"{info.model} has no tensor ending in {suffix!r}; its layout is not known to draftmill"
-            )
+            raise UserError(f"{info.model} has no tensor ending in {suffix!r}; its layout is not known to draftmill")
         return files.read(name)
 
     embed = need("embed_tokens.weight")
@@ -321,11 +315,7 @@ def load_tokenizer(
         )
     except Exception as error:
         text = str(error).strip().splitlines()
-        hint = (
-            "; set target.trust_remote_code=true if you trust its code"
-            if "trust_remote_code" in str(error)
-            else ""
-        )
+        hint = "; set target.trust_remote_code=true if you trust its code" if "trust_remote_code" in str(error) else ""
         raise UserError(
             f"the tokenizer of {folder} cannot be loaded ({text[0][:200] if text else type(error).__name__}){hint}"
         ) from error
@@ -340,9 +330,7 @@ def load_tokenizer(
 class Renderer:
     """Turns conversations into token ids by the target's own chat template: always one render of the whole."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None) -> None:
         if not tokenizer.chat_template:
             raise UserError("the target's tokenizer has no chat template; give one with target.chat_template")
         self.tokenizer = tokenizer

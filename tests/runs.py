@@ -18,9 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
     """JSONL; a string is written as it is, to make broken lines."""
-    path.write_text(
-        "".join((r if isinstance(r, str) else json.dumps(r, ensure_ascii=False)) + "\n" for r in rows)
-    )
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r, ensure_ascii=False)) + "\n" for r in rows))
     return path
 
 
@@ -54,9 +52,7 @@ def context(config: Config) -> StageContext:
     return StageContext(config, RunFolder(config.run_dir, config.storage.options))
 
 
-def draftmill(
-    *args: str, env: dict[str, str] | None = None, timeout: float = 300
-) -> subprocess.CompletedProcess[str]:
+def draftmill(*args: str, env: dict[str, str] | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run the command line in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "app", *args],

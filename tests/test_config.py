@@ -37,9 +37,7 @@ def test_faults_are_one_sentence_that_names_the_key(overrides: list[str], words:
 def test_overrides_take_numbers_lists_and_list_entries(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("sources: [{path: a.jsonl}]\ntrain: {epochs: 2}\n")
-    config = load_config(
-        str(path), ["train.learning_rate=1e-3", "sources.0.limit=5", "capture.layers=[1, 2, 3]"]
-    )
+    config = load_config(str(path), ["train.learning_rate=1e-3", "sources.0.limit=5", "capture.layers=[1, 2, 3]"])
     assert config.train.learning_rate == 1e-3
     assert config.train.epochs == 2
     assert config.sources[0].limit == 5

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from app.train.state import read_weights
 from tests.runs import ROOT, context, draftmill, prompts, save_config, tiny_config, write_rows
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500)]
-ROWS, PARTS_OF_TEN = 100, 10
+ROWS, PARTS_OF_TEN = 200, 20
 
 
 def commit_times(run: Path) -> dict[str, int]:
@@ -46,10 +47,11 @@ class Run:
     def __init__(self, path: Path, log: Path, delay: float) -> None:
         self.log = log
         self.before = len(requests(log))
+        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by kill)
         env = {**os.environ, "STUB_LOG": str(log), "STUB_DELAY": str(delay)}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "app", "evaluate", str(path)],
-            env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            env=env, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=self.stderr,
         )  # fmt: skip
 
     def wait_for(self, what: Callable[[], bool]) -> None:
@@ -57,8 +59,8 @@ class Run:
         while time.monotonic() < deadline and self.process.poll() is None and not what():
             time.sleep(0.02)
         if self.process.poll() is not None:
-            assert self.process.stderr is not None
-            pytest.fail(f"the run ended before it could be killed: {self.process.stderr.read()[-2000:]}")
+            self.stderr.seek(0)
+            pytest.fail(f"the run ended before it could be killed: {self.stderr.read()[-2000:]}")
 
     def requests(self) -> int:
         return len(requests(self.log)) - self.before
@@ -66,6 +68,7 @@ class Run:
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+        self.stderr.close()
         time.sleep(1)  # the local cluster dies with its driver
 
 
@@ -73,15 +76,16 @@ def test_five_kills_lose_nothing_and_repeat_only_what_was_in_flight(tiny: Path, 
     rng = random.Random(20)
     config = tiny_config(
         tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(ROWS)),
-        generate__parts_in_flight=2, generate__replicas=2, train__epochs=60, train__checkpoint_every_s=1,
+        generate__parts_in_flight=2, generate__replicas=2,
+            train__epochs=60, train__checkpoint_every_s=1, train__validate_every_epochs=30,
         train__cpus_per_worker=1,
     )  # fmt: skip
     path, log, run = save_config(config, tmp_path / "c.yaml"), tmp_path / "requests.log", tmp_path / "run"
     metrics = run / "train" / "metrics.jsonl"
     kept: dict[str, int] = {}
 
-    for moment in (rng.randrange(5, 30), rng.randrange(5, 30)):  # two drivers while generating
-        one = Run(path, log, delay=0.1)
+    for moment in (rng.randrange(5, 40), rng.randrange(5, 40)):  # two drivers while generating
+        one = Run(path, log, delay=0.2)
         one.wait_for(lambda one=one, moment=moment: one.requests() >= moment)
         one.kill()
         times = commit_times(run)
@@ -91,8 +95,8 @@ def test_five_kills_lose_nothing_and_repeat_only_what_was_in_flight(tiny: Path, 
         }
         kept = {n: t for n, t in times.items() if n in names}
 
-    first = Run(path, log, delay=0.1)  # then a worker: its parts go to its successor, the driver lives on
-    moment = rng.randrange(5, 20)
+    first = Run(path, log, delay=0.2)  # then a worker: its parts go to its successor, the driver lives on
+    moment = rng.randrange(5, 15)
     first.wait_for(lambda: first.requests() >= moment)
     os.kill(requests(log)[-1][1], signal.SIGKILL)
     first.wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= rng.randrange(5, 40))
@@ -132,7 +136,13 @@ def test_a_training_that_was_killed_ends_as_one_that_was_not(tiny: Path, tmp_pat
     weights = []
     for name in ("whole", "killed"):
         config = tiny_config(
-            tiny, tmp_path / name, source, train__epochs=40, train__checkpoint_every_s=0.5, train__cpus_per_worker=1
+            tiny,
+            tmp_path / name,
+            source,
+            train__epochs=40,
+            train__checkpoint_every_s=0.5,
+            train__cpus_per_worker=1,
+            train__validate_every_epochs=20,
         )
         path = save_config(config, tmp_path / f"{name}.yaml")
         if name == "killed":

@@ -12,8 +12,8 @@ from app.config import Config, SourceConfig
 _HEAD = """# Configuration
 
 Every key with its default, made from `app/config.py` by `python tools/config_reference.py`. Values come from the YAML
-file, then from `section.key=value` on the command line. Unknown keys are errors. `sources` is a list; its first entry is
-`sources.0`.
+file, then from `section.key=value` on the command line. Unknown keys are errors. `sources` is a list; its first entry
+is `sources.0`.
 """
 
 

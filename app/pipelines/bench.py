@@ -127,9 +127,7 @@ def run(ctx: StageContext) -> StageResult:
 def compare(baseline: Served, served: Served, num_draft_tokens: int) -> dict[str, Any]:
     """Acceptance by the one definition (CONTRACTS.md section 6), speed, and output differences."""
     if served.drafts == 0:
-        raise UserError(
-            "bench: vLLM drafted nothing; the answers are too short to measure, or the draft is not used"
-        )
+        raise UserError("bench: vLLM drafted nothing; the answers are too short to measure, or the draft is not used")
     examples = []
     mismatches = 0
     for number, (a, b) in enumerate(zip(baseline.outputs, served.outputs, strict=True)):
@@ -213,9 +211,7 @@ def serve(spec: ServeSpec, prompts: list[list[int]], lengths: list[int]) -> Serv
         llm = LLM(**kwargs)
     except Exception as error:
         lines = str(error).strip().splitlines()
-        raise UserError(
-            f"bench: vLLM could not start ({lines[-1] if lines else type(error).__name__})"
-        ) from error
+        raise UserError(f"bench: vLLM could not start ({lines[-1] if lines else type(error).__name__})") from error
     inputs = [TokensPrompt(prompt_token_ids=p) for p in prompts]
     params = [SamplingParams(temperature=0.0, max_tokens=n, detokenize=False) for n in lengths]
     llm.generate(inputs[:1], params[:1], use_tqdm=False)  # warm-up

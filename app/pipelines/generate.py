@@ -132,15 +132,11 @@ def load_entries(ctx: StageContext) -> list[PartEntry]:
     valid, _ = committed_parts(ctx.run.store, keys, "size")
     missing = sorted(set(keys) - set(valid))
     if missing:
-        raise UserError(
-            f"{ctx.run.url}: part {missing[0]} of generate is missing; run `draftmill generate` again"
-        )
+        raise UserError(f"{ctx.run.url}: part {missing[0]} of generate is missing; run `draftmill generate` again")
     return [valid[p] for p in sorted(valid)]
 
 
-def _generate_parts(
-    ctx: StageContext, todo: list[int], keys: dict[int, str], valid: dict[int, PartEntry]
-) -> None:
+def _generate_parts(ctx: StageContext, todo: list[int], keys: dict[int, str], valid: dict[int, PartEntry]) -> None:
     """Run the engine actors over `todo`; commits arrive in `valid` as they are made."""
     import ray.data
 
@@ -151,6 +147,8 @@ def _generate_parts(
     _check_resources(config, gpus)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
+    context.issue_detectors_config.detectors = []  # they tell of memory an engine is meant to use
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
     items = [{"part": p, "key": keys[p]} for p in todo]
     replicas = min(config.generate.replicas, len(todo))
     dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
@@ -282,9 +280,7 @@ def _result(ctx: StageContext, entries: list[PartEntry]) -> StageResult:
     kept = sum(e.conversations for e in entries)
     _check_errors(entries, ctx)
     if cut_short:
-        log.warning(
-            "generate: %d conversations stop before their last turn; the part entries say why", cut_short
-        )
+        log.warning("generate: %d conversations stop before their last turn; the part entries say why", cut_short)
     if kept == 0:
         raise UserError("generate: no row could be answered; the reasons are in the part entries")
     answered = finishes["stop"] + finishes["length"]
@@ -363,9 +359,7 @@ class PartWorker:
     def _start(self) -> None:
         config = self._config
         self._target = TargetInfo.from_json(config.target)
-        self._tokenizer = load_tokenizer(
-            self._target.model, config.spec.trust_remote_code, config.chat_template
-        )
+        self._tokenizer = load_tokenizer(self._target.model, config.spec.trust_remote_code, config.chat_template)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="draftmill-parts", daemon=True).start()
         self._engine = start_engine(config.engine, config.spec)
@@ -420,14 +414,10 @@ class PartWorker:
             "seconds": round(time.monotonic() - started, 3),
         }
         if conversations + sum(1 for r in rejects) != len(rows):
-            raise RuntimeError(
-                f"part {part}: {len(rows)} rows in, {conversations} kept, {len(rejects)} rejected"
-            )
+            raise RuntimeError(f"part {part}: {len(rows)} rows in, {conversations} kept, {len(rejects)} rejected")
         return await asyncio.to_thread(write_part, self._store, entry, kept_rows, states)
 
-    async def _answer(
-        self, row: dict[str, Any]
-    ) -> tuple[list[tuple[dict[str, Any], Tensor]], RowError | None]:
+    async def _answer(self, row: dict[str, Any]) -> tuple[list[tuple[dict[str, Any], Tensor]], RowError | None]:
         """Samples of one conversation. A fault in a later turn keeps the turns before it."""
         samples: list[tuple[dict[str, Any], Tensor]] = []
         try:
@@ -451,14 +441,10 @@ class PartWorker:
                 prompt = await asyncio.to_thread(renderer.render, history, True)
                 check_prompt_length(prompt, self._config.spec.max_model_len)
             room = self._config.spec.max_model_len - len(prompt)
-            request = Request(
-                f"{row['id']}-{turn}", prompt, min(limit, room), _sampling_of(sampling, row["id"], turn)
-            )
+            request = Request(f"{row['id']}-{turn}", prompt, min(limit, room), _sampling_of(sampling, row["id"], turn))
             done = await self._complete(request)
             if not done.answer_ids or len(done.answer_ids) < 2:
-                raise RowError(
-                    "empty_answer", f"turn {turn}: the target answered {len(done.answer_ids)} token(s)"
-                )
+                raise RowError("empty_answer", f"turn {turn}: the target answered {len(done.answer_ids)} token(s)")
             text = self._tokenizer.decode(done.answer_ids, skip_special_tokens=True)
             history = [*history, {"role": "assistant", "content": text}]
             mask = [False] * len(prompt) + [True] * len(done.answer_ids)
@@ -469,9 +455,7 @@ class PartWorker:
         done = await self._complete(request)
         kwargs = {**self._config.template_kwargs, **json.loads(row["template_kwargs"])}
         messages = json.loads(row["messages"])
-        samples.append(
-            (self._sample(row, 0, messages, request, done, list(row["loss_mask"]), kwargs), done.states)
-        )
+        samples.append((self._sample(row, 0, messages, request, done, list(row["loss_mask"]), kwargs), done.states))
 
     async def _complete(self, request: Request) -> Completion:
         try:

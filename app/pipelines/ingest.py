@@ -99,8 +99,7 @@ def run(ctx: StageContext) -> StageResult:
             "kept": kept,
             "rejected": dict(sum((c.rejected for c in counts.values()), Counter())),
             "sources": {
-                n: {"rows_in": c.rows_in, "kept": c.kept, "rejected": dict(c.rejected)}
-                for n, c in counts.items()
+                n: {"rows_in": c.rows_in, "kept": c.kept, "rejected": dict(c.rejected)} for n, c in counts.items()
             },
             "mask_methods": dict(methods),
             "parts": len(outputs),
@@ -163,9 +162,7 @@ def _source_files(source: SourceConfig) -> list[tuple[Any, str]]:
         paths = sorted(fs.glob(path)) if re.search(r"[*?\[]", path) else [path]
         paths = [p for p in paths if not fs.isdir(p)]
         if not paths or not all(fs.exists(p) for p in paths):
-            raise UserError(
-                f"source {source.label}: nothing is found at {redact(source.path)}; check sources[].path"
-            )
+            raise UserError(f"source {source.label}: nothing is found at {redact(source.path)}; check sources[].path")
     except UserError:
         raise
     except Exception as error:
@@ -201,9 +198,7 @@ def _tokeniser(config: Config, target: TargetInfo) -> Any:
     as_is = [s.label for s in config.sources if s.use == "as_is"]
     regenerate = [s.label for s in config.sources if s.use == "regenerate"]
     if method == "engine" and as_is:
-        raise UserError(
-            f"capture.mask=engine fits regenerated sources only, and {as_is[0]} is taken as it is"
-        )
+        raise UserError(f"capture.mask=engine fits regenerated sources only, and {as_is[0]} is taken as it is")
     renderer = Renderer(tokenizer, config.target.template_kwargs)
     if method == "generation_tags" and not renderer.has_generation_tags:
         raise UserError(
@@ -211,9 +206,7 @@ def _tokeniser(config: Config, target: TargetInfo) -> Any:
             " every mask would be empty; use capture.mask=auto or give a template with tags in target.chat_template"
         )
     if method not in ("auto", "engine") and regenerate:
-        log.info(
-            "capture.mask=%s applies to as_is sources; regenerated ones keep the engine's boundary", method
-        )
+        log.info("capture.mask=%s applies to as_is sources; regenerated ones keep the engine's boundary", method)
     if method == "all" and as_is:
         log.warning("capture.mask=all: every token of %s is supervised, the user's too", ", ".join(as_is))
 
@@ -301,6 +294,4 @@ def _report(counts: dict[str, SourceCount], methods: Counter[str], supervised: i
         share = supervised / total
         log.info("ingest: %.1f %% of the tokens taken as they are are supervised", 100 * share)
         if not 0.05 <= share <= 0.95:
-            log.warning(
-                "ingest: a supervised share of %.1f %% is unusual; look at the loss masks", 100 * share
-            )
+            log.warning("ingest: a supervised share of %.1f %% is unusual; look at the loss masks", 100 * share)

@@ -34,9 +34,7 @@ def report_data(run: RunFolder) -> dict[str, Any]:
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "verdict": verdict(results),
         "results": results,
-        "stages": {
-            n: {"seconds": m.seconds, "started": m.started, "digest": m.digest} for n, m in manifests.items()
-        },
+        "stages": {n: {"seconds": m.seconds, "started": m.started, "digest": m.digest} for n, m in manifests.items()},
         "versions": manifests["generate"].versions,
         "git_revision": manifests["generate"].git_revision,
         "seeds": {k: v for m in manifests.values() for k, v in m.seeds.items()},
@@ -68,8 +66,8 @@ def loss_curve(run: RunFolder) -> dict[str, list[dict[str, float]]]:
     except FileNotFoundError:
         return {"train": [], "valid": []}
     rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    train = [r for r in rows if "loss" in r and r.get("kind", "step") == "step"]
-    valid = [r for r in rows if r.get("kind") == "validation"]
+    train = [r for r in rows if "loss" in r]
+    valid = [r["validation"] for r in rows if "validation" in r]
     every = max(1, len(train) // 200)
     return {
         "train": [{"step": r["step"], "value": r["loss"]} for r in train[::every]],
@@ -93,9 +91,7 @@ def polyline(points: list[dict[str, float]], width: int, height: int) -> dict[st
 
 def render(data: dict[str, Any]) -> str:
     """The page; everything that came from a file is escaped."""
-    env = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    env = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     env.globals["polyline"] = polyline
     env.filters["comma"] = lambda v: f"{v:,.0f}"
     return env.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(**data)

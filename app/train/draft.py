@@ -17,6 +17,10 @@ from app.draft_config import DraftConfig
 from app.errors import UserError
 from app.rope import Rope
 from app.target import TargetHead
+from app.train.fusion import fused_on_gpu
+
+# Standard deviation of an untrained draft's logits.
+START_SPREAD = 1.6
 
 
 class Norm(nn.Module):
@@ -115,11 +119,12 @@ class Eagle3Draft(nn.Module):
 
     @torch.no_grad()
     def init_from_target(self, head: TargetHead, kept_ids: Tensor) -> None:
-        """Embedding, head rows and final norm from the target; the vocabulary from `kept_ids` [Vd].
+        """Embedding and head rows from the target, and a start of `fc` and `norm` that suits them.
 
-        The embedding stays bit-exact. The head starts as the target's rows of the kept tokens, which expect
-        the target's own final norm in front of them, so that gain is the start of `norm`. The fused feature
-        starts near the target's highest auxiliary state, whose directions this head can already read.
+        The embedding stays bit-exact and frozen, the head's rows are those of `kept_ids` [Vd]. `fc` starts by
+        passing the highest auxiliary state on, whose directions the head can already read. `norm` starts as
+        one constant that gives logits a spread of about `START_SPREAD`: the target's own gain makes a draft
+        that knows nothing yet sure of itself (on SmolLM2 its first loss is twice that of this start).
 
         Raises:
             UserError: the target's width is not the draft's: its embedding cannot be shared then.
@@ -132,9 +137,12 @@ class Eagle3Draft(nn.Module):
             )
         self.set_vocabulary(kept_ids)
         self.embed_tokens.weight = head.embed_tokens.clone().to(self.d2t.device)
-        rows = head.lm_head[kept_ids.to(head.lm_head.device)]  # [Vd, H]
+        rows = head.lm_head[kept_ids.to(head.lm_head.device)].to(self.lm_head.weight)  # [Vd, H]
         self.lm_head.weight.copy_(rows)
-        self.norm.weight.copy_(head.norm_weight + 1.0 if head.norm_plus_one else head.norm_weight)
+        self.norm.weight.fill_(START_SPREAD / float(rows.norm(dim=-1).mean().clamp(min=1e-6)))
+        if c.target_hidden_size == c.hidden_size:
+            self.fc.weight.zero_()
+            self.fc.weight[:, -c.hidden_size :].fill_diagonal_(1.0)
 
     @torch.no_grad()
     def remap_vocabulary(self, kept_ids: Tensor, head: TargetHead) -> None:
@@ -270,18 +278,21 @@ class CastDraft:
         return head_input if self.draft.config.norm_output else hidden
 
 
+@fused_on_gpu
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of [N, H] in at least fp32 with gain [H]; the result has the dtype of x."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype)
 
 
+@fused_on_gpu
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [N, 2 I] -> [N, I]."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
+@fused_on_gpu
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, half-split form: x [N, n, head_dim], cos and sin [N, 1, head_dim/2] -> like x."""
     a, b = x.chunk(2, -1)  # [N, n, head_dim/2]

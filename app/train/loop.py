@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import Any
 
@@ -70,7 +71,7 @@ def run_worker(
     settings = parse_config(config, "the run's configuration")
     info = TargetInfo.from_json(target)
     if device.type == "cpu":
-        torch.set_num_threads(settings.train.cpus_per_worker)
+        torch.set_num_threads(min(settings.train.cpus_per_worker, os.cpu_count() or 1))
     vocab, head = load_vocab(store), load_target_head(info)
     split = load_split(store, entries, settings)
     shape = draft_config(info, settings.train, entries[0].layers, len(vocab.kept_ids))

@@ -64,7 +64,7 @@ class Trainer:
         self.draft = job.draft.to(job.device)
         self.draft.check_loaded()
         self.ranks.same_start(self.draft.parameters())
-        self.dtype = torch.bfloat16 if c.compute_dtype == "bfloat16" else torch.float32
+        self.dtype = usable_dtype(c.compute_dtype, job.device)
         self.loss = UnrolledLoss(
             self.draft, job.head, c.unroll_steps, c.step_decay, self.dtype, c.out_of_vocab == "drop"
         )
@@ -300,6 +300,18 @@ class Trainer:
         if still and self.ranks.leads:
             text = "training: %s did not change in %d steps; updates too small for the type, or no gradient"
             log.warning(text, ", ".join(still), self.step - self.start_step)
+
+
+def usable_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """The compute dtype: bf16 only where the processor multiplies it itself, emulation is slower than fp32."""
+    if wanted == "float32":
+        return torch.float32
+    if device.type == "cpu":
+        tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        if not any(getattr(torch.cpu, name, lambda: False)() for name in tests):
+            log.info("training: this CPU has no bf16 arithmetic, computing in fp32")
+            return torch.float32
+    return torch.bfloat16
 
 
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
