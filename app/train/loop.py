@@ -44,9 +44,10 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     import ray.train
     import ray.train.torch
 
-    if not log.handlers and not logging.getLogger().handlers:
-        logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    if not log.handlers:
+        log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
+        log.propagate = False  # Ray's own handlers would print every line a second time
 
     def report(values: dict[str, Any]) -> None:
         ray.train.report({k: v for k, v in values.items() if isinstance(v, int | float)})

@@ -38,6 +38,7 @@ log = logging.getLogger("draftmill")
 EXECUTION_KEYS = ("workers", "use_gpu", "cpus_per_worker", "checkpoint_every_s", "keep_checkpoints")
 TOKENS_PER_PASS = {"cpu": 4096, "cuda": 8192}
 LOG_LINES = 2000
+LOG_EVERY_S = 15.0  # a progress line for people
 NORM_CHECK_STEPS = 50
 CPU = torch.device("cpu")
 
@@ -99,7 +100,7 @@ class Trainer:
         )  # fmt: skip
         metrics = Metrics(self.job.store, self.step) if ranks.leads else None
         log_every = max(1, self.total_steps // LOG_LINES)
-        last_save = started = time.monotonic()
+        last_save = last_line = started = time.monotonic()
         before = self.seconds
         window, window_tokens, window_start = None, 0, started
         for loaded in on_device(loader.steps(self.step, self.total_steps), self.job.device):
@@ -114,6 +115,9 @@ class Trainer:
                 self.last_loss = values["loss"]
                 if metrics is not None:
                     metrics.write({**values, "grad_norm": norm})
+                    if time.monotonic() - last_line > LOG_EVERY_S:
+                        self._log_progress(values, (time.monotonic() - started) / (self.step - self.start_step))
+                        last_line = time.monotonic()
                 window, window_tokens, window_start = None, 0, time.monotonic()
             if self.step in self.validation_steps:
                 self._validate(metrics)
@@ -123,6 +127,13 @@ class Trainer:
                 last_save = time.monotonic()
         self._warn_of_frozen_norms()
         return self.summary()
+
+    def _log_progress(self, values: dict[str, Any], seconds_per_step: float) -> None:
+        log.info(
+            "training: step %d of %d, loss %.3f, %.0f tokens/s, %.0f s left",
+            self.step, self.total_steps, values["loss"], values["tokens_per_s"],
+            (self.total_steps - self.step) * seconds_per_step,
+        )  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
         """Plain numbers of the run so far."""
