@@ -73,6 +73,16 @@ SAMPLE_SCHEMA = pa.schema(
 )
 
 
+def ingest_part_path(part: int) -> str:
+    return f"ingest/parts/{part_name(part)}.parquet"
+
+
+def read_ingest_part(store: Store, part: int) -> list[dict[str, Any]]:
+    """Rows of ingest part `part` (INGEST_SCHEMA)."""
+    rows: list[dict[str, Any]] = pq.read_table(pa.BufferReader(store.read_bytes(ingest_part_path(part)))).to_pylist()
+    return rows
+
+
 @dataclass(frozen=True)
 class PartEntry:
     """The commit of one part."""

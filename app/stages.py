@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from app.captured import CONFIG_KEYS
 from app.errors import UserError
 from app.pipeline import Stage
 from app.pipelines import bench, evaluate, export, generate, ingest, report, vocab
@@ -28,7 +29,7 @@ STAGES: tuple[Stage, ...] = (
         "generate",
         generate.run,
         inputs=("ingest",),
-        config_keys=generate.CONFIG_KEYS,
+        config_keys=CONFIG_KEYS,
         outside=generate.outside,
         unfinished=generate.unfinished,
     ),

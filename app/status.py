@@ -6,11 +6,11 @@ from pathlib import Path
 
 import yaml
 
+from app.captured import part_keys
 from app.config import Config, apply_overrides, load_config, parse_config
 from app.errors import UserError
 from app.parts import committed_parts
 from app.pipeline import StageContext, StageState, stage_state
-from app.pipelines.generate import part_keys
 from app.runfolder import RunFolder
 from app.stages import STAGES
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from app.captured import load_entries
 from app.config import Config
 from app.parts import PARTS, read_entry
-from app.pipelines import generate
 from app.train.state import read_weights
 from tests.runs import ROOT, context, draftmill, prompts, save_config, tiny_config, write_rows
 
@@ -117,7 +117,7 @@ def test_five_kills_lose_nothing_and_repeat_only_what_was_in_flight(tiny: Path, 
     assert times == before_training
     assert all(times[name] == at for name, at in kept.items())
     rows = []
-    for entry in generate.load_entries(context(config)):
+    for entry in load_entries(context(config)):
         rows += pq.read_table(run / PARTS / entry.files["rows"]["name"]).to_pylist()
     ids = [r["conversation_id"] for r in rows]
     ingested = {r["id"] for p in (run / "ingest" / "parts").glob("*.parquet") for r in pq.read_table(p).to_pylist()}

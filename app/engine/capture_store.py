@@ -59,6 +59,7 @@ class CaptureStore:
         self._late_rows = late_rows
         self._slots: dict[str, _Slot] = {}
         self._taken: set[str] = set()
+        self._held: dict[str, bool] = {}  # to be taken; whether the engine has reported their end already
         self._changed = threading.Condition()
         self._pending = 0  # pieces announced and not written yet
         self._fault: BaseException | None = None
@@ -95,6 +96,14 @@ class CaptureStore:
         with torch.inference_mode():
             slot.write(start, piece)
 
+    def hold(self, key: str) -> None:
+        """Request `key` will be taken: `forget` must leave its rows.
+
+        Called before the engine's next step, which reports the request as finished; `take` may come much later.
+        """
+        with self._changed:
+            self._held[key] = False
+
     def take(self, key: str, count: int, timeout_s: float = 60.0) -> Tensor:
         """The rows of positions 0..count-1, [count, K, H]; the request is forgotten.
 
@@ -116,15 +125,19 @@ class CaptureStore:
                     raise MissingStates(f"request {key}: {missing} were not captured")
                 self._changed.wait(0.5)
             del self._slots[key]
-            if self._late_rows:
+            ended = self._held.pop(key, False)
+            if self._late_rows and not ended:
                 self._taken.add(key)
         if slot.rows.shape[0] == count:
             return slot.rows
         return slot.rows[:count].clone()  # what is kept, pickled or written is then no larger than its rows
 
     def forget(self, key: str) -> None:
-        """The engine reports `key` as finished or aborted: drop what is left of it."""
+        """The engine reports `key` as finished or aborted: drop what is left of it, unless it is held."""
         with self._changed:
+            if key in self._held:
+                self._held[key] = True
+                return
             self._slots.pop(key, None)
             self._taken.discard(key)
 
@@ -183,6 +196,7 @@ class StoreAccess:
         `path` appears whole; `path + ".error"` appears with the reason instead when states are missing.
         """
         if self.rank == 0:
+            _stores.states.hold(key)
             threading.Thread(target=_export, args=(_stores.states, key, count, path), daemon=True).start()
 
 

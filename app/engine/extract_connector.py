@@ -72,9 +72,7 @@ class ExtractConnector(KVConnectorBase_V1, SupportsHMA):
         self._finished.append(Finished(request.request_id, list(block_ids), request.num_tokens - 1))
         return True, None
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, None]:
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, None]:
         return self.request_finished(request, block_ids[self._group] if block_ids else [])
 
     def build_connector_meta(self, scheduler_output: Any) -> FinishedRequests:

@@ -22,6 +22,8 @@ def prepare_process(cpu_threads: int | None = None) -> None:
         "VLLM_LOGGING_LEVEL": "WARNING" if on_gpu else "ERROR",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
+        # For workers in processes of their own: OpenMP reads it when torch is loaded, so here it is too late.
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
     if importlib.util.find_spec("flashinfer") is None:
         settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"

@@ -139,8 +139,7 @@ def _answer(engine: VllmEngine, prompts: list[list[int]]) -> list[Probe]:
     try:
         sampling = {"temperature": 0.0, "ignore_eos": True}
         jobs = [
-            engine.submit(Request(f"self-check {i}", prompt, NEW_TOKENS, sampling))
-            for i, prompt in enumerate(prompts)
+            engine.submit(Request(f"self-check {i}", prompt, NEW_TOKENS, sampling)) for i, prompt in enumerate(prompts)
         ]
         answers = [job.future.result() for job in jobs]
         probes = []

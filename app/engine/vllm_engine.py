@@ -83,9 +83,7 @@ class VllmEngine:
         self._count_lock = threading.Lock()
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="draftmill-finish")
         started: Future[None] = Future()
-        self._thread = threading.Thread(
-            target=self._run, args=(started,), name="draftmill-engine", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(started,), name="draftmill-engine", daemon=True)
         self._thread.start()
         try:
             started.result()
@@ -244,9 +242,7 @@ class VllmEngine:
         except (ValueError, TypeError, vllm.exceptions.VLLMValidationError) as error:
             self._engine.abort_request([job.key])
             at_fault = getattr(error, "parameter", None) in job.request.sampling
-            job.future.set_exception(
-                RowError("bad_sampling" if at_fault else "bad_request", first_line(error))
-            )
+            job.future.set_exception(RowError("bad_sampling" if at_fault else "bad_request", first_line(error)))
             return
         self._jobs[job.key] = job
 
@@ -268,10 +264,14 @@ class VllmEngine:
             self._hand_over(answered)
 
     def _hand_over(self, answered: Answered) -> None:
+        """Give the answer to the finisher, its states held: the next step tells the worker to forget them."""
         path = None
         if self._exports is not None:
             path = os.path.join(self._exports.name, answered.job.key)
             self._rpc("export_states", answered.job.key, answered.positions, path)
+        else:
+            assert self._stores is not None
+            self._stores.states.hold(answered.job.key)
         self._finisher.submit(self._deliver, answered, path)
 
     def _deliver(self, answered: Answered, path: str | None) -> None:

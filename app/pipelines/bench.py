@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.captured import load_entries
 from app.cluster import cause_of, connect, gpu_count
 from app.errors import UserError
 from app.pipeline import StageContext, StageResult
-from app.pipelines.generate import load_entries
 from app.samples import SampleReader, load_split
 
 log = logging.getLogger("draftmill")

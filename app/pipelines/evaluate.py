@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from app.captured import load_entries
 from app.checkpoint import read_checkpoint
 from app.errors import UserError
 from app.pipeline import StageContext, StageResult
-from app.pipelines.generate import load_entries
 from app.samples import SampleReader, load_split
 from app.target import load_target_head
 from app.train.draft import Eagle3Draft

@@ -6,67 +6,22 @@ States go from the engine to the shard in the actor's own process and never pass
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import os
-import sys
-import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
-from typing import Any
 
-from torch import Tensor
-
+from app.captured import part_keys
 from app.cluster import connect, gpu_count
 from app.config import Config
-from app.conversations import check_prompt_length, turns_to_answer
-from app.engine.base import Completion, Engine, EngineError, EngineSpec, Request
-from app.engine.factory import start_engine
-from app.engine.row_checks import check_states
-from app.errors import RowError, UserError
-from app.parts import PARTS, PartEntry, committed_parts, remove_orphans, write_part
+from app.engine.base import EngineSpec
+from app.engine.part_worker import ATTEMPTS, PartWorker, WorkerConfig
+from app.errors import UserError
+from app.parts import PARTS, PartEntry, committed_parts, remove_orphans
 from app.pipeline import StageContext, StageResult
-from app.pipelines.ingest import part_path, read_part
-from app.runfolder import digest_of, flat_config
-from app.storage import Store
-from app.target import Renderer, TargetInfo, load_tokenizer
+from app.runfolder import digest_of
 
 log = logging.getLogger("draftmill")
-ATTEMPTS = "generate/attempts"
-
-# What shapes the samples of a part, beside its rows and the target.
-CONFIG_KEYS = (
-    "generate.max_length",
-    "generate.max_new_tokens",
-    "generate.temperature",
-    "generate.top_p",
-    "generate.top_k",
-    "generate.seed",
-    "generate.engine_args",
-    "target.dtype",
-    "target.template_kwargs",
-    "capture.layers",
-)
-
-
-@dataclass(frozen=True)
-class WorkerConfig:
-    """What an engine actor needs, picklable."""
-
-    run_url: str
-    options: dict[str, Any]
-    engine: str
-    spec: EngineSpec
-    target: dict[str, Any]
-    chat_template: str | None
-    template_kwargs: dict[str, Any]
-    max_new_tokens: int
-    sampling: dict[str, Any]
-    max_bad_rows: int
-    row_timeout_s: float
-    max_attempts: int
 
 
 def run(ctx: StageContext) -> StageResult:
@@ -93,22 +48,6 @@ def run(ctx: StageContext) -> StageResult:
     return _result(ctx, entries)
 
 
-def part_keys(ctx: StageContext) -> dict[int, str]:
-    """Part number -> key its entry must carry: config, target and the part's rows."""
-    ingest = ctx.input("ingest")
-    shape = [
-        flat_config(ctx.config, CONFIG_KEYS),
-        ctx.target.weights_digest,
-        ctx.target.tokenizer_digest,
-        ctx.layers,
-    ]
-    shape_digest = digest_of(shape)
-    return {
-        part: digest_of([shape_digest, ingest.outputs[part_path(part)]["sha256"]])
-        for part in range(ingest.counts["parts"])
-    }
-
-
 def unfinished(ctx: StageContext) -> str | None:
     """Why the committed parts are not all there any more; None when they are."""
     keys = part_keys(ctx)
@@ -124,16 +63,6 @@ def outside(ctx: StageContext) -> dict[str, str]:
         "target weights": ctx.target.weights_digest,
         "target tokenizer and template": ctx.target.tokenizer_digest,
     }
-
-
-def load_entries(ctx: StageContext) -> list[PartEntry]:
-    """Commit entries of the finished stage, in part order."""
-    keys = part_keys(ctx)
-    valid, _ = committed_parts(ctx.run.store, keys, "size")
-    missing = sorted(set(keys) - set(valid))
-    if missing:
-        raise UserError(f"{ctx.run.url}: part {missing[0]} of generate is missing; run `draftmill generate` again")
-    return [valid[p] for p in sorted(valid)]
 
 
 def _generate_parts(ctx: StageContext, todo: list[int], keys: dict[int, str], valid: dict[int, PartEntry]) -> None:
@@ -308,202 +237,3 @@ def _result(ctx: StageContext, entries: list[PartEntry]) -> StageResult:
         digest=digest_of([[e.part, {k: f["sha256"] for k, f in e.files.items()}] for e in entries]),
         extra={"layers": list(ctx.layers), "target": ctx.target.to_json()},
     )
-
-
-class PartWorker:
-    """Ray Data actor: holds one engine and turns parts of conversations into committed parts of samples."""
-
-    def __init__(self, config: WorkerConfig) -> None:
-        self._config = config
-        self._store = Store(config.run_url, config.options)
-        self._lock = threading.Lock()
-        self._engine: Engine | None = None
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        """Make the parts named by `part` and `key`; several calls may run at once, each in a thread of its own.
-
-        What a person can mend comes back as `{"fault": ...}`: Ray would wrap an exception in its own words.
-        """
-        outcomes = []
-        for part, key in zip(batch["part"], batch["key"], strict=True):
-            try:
-                outcomes.append(asdict(self._make(int(part), str(key))))
-            except UserError as error:
-                outcomes.append({"fault": str(error)})
-            except EngineError as error:
-                # A dead engine must not take every retry: the process ends, Ray starts another and gives it the part.
-                print(f"the engine failed and is replaced: {error}", file=sys.stderr, flush=True)
-                os._exit(1)
-        return {"outcome": [json.dumps(o) for o in outcomes]}
-
-    def _make(self, part: int, key: str) -> PartEntry:
-        self._count_attempt(part)
-        with self._lock:
-            if self._engine is None:
-                self._start()
-        entry = asyncio.run_coroutine_threadsafe(self._make_part(part, key), self._loop).result()
-        self._store.delete(f"{ATTEMPTS}/{part}.json")
-        return entry
-
-    def _count_attempt(self, part: int) -> None:
-        """A part that ends the process each time it is tried must not be tried for ever."""
-        path = f"{ATTEMPTS}/{part}.json"
-        tried = (self._store.read_json(path) or {"tried": 0})["tried"]
-        if tried >= self._config.max_attempts:
-            raise UserError(
-                f"generate: the engine's process ended {tried} times while making part {part}; look at the workers'"
-                " logs (ray logs, or the dashboard) for its last words: out of memory is the usual one"
-            )
-        self._store.write_json(path, {"tried": tried + 1})
-
-    def _start(self) -> None:
-        config = self._config
-        self._target = TargetInfo.from_json(config.target)
-        self._tokenizer = load_tokenizer(self._target.model, config.spec.trust_remote_code, config.chat_template)
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="draftmill-parts", daemon=True).start()
-        self._engine = start_engine(config.engine, config.spec)
-
-    async def _make_part(self, part: int, key: str) -> PartEntry:
-        started = time.monotonic()
-        rows = read_part(self._store, part)
-        results = await asyncio.gather(*(self._answer(row) for row in rows))
-        kept_rows: list[dict[str, Any]] = []
-        states: list[Tensor] = []
-        rejects: list[dict[str, str]] = []
-        cut_short: list[dict[str, str]] = []
-        bad_states: list[str] = []
-        conversations = 0
-        for row, (samples, error) in zip(rows, results, strict=True):
-            if error is not None:
-                fault = {
-                    "id": row["id"],
-                    "where": row["where"],
-                    "reason": error.reason,
-                    "detail": error.detail,
-                }
-                (cut_short if samples else rejects).append(fault)
-                if error.reason == "bad_states":
-                    bad_states.append(f"row {row['id']}: {error.detail}")
-            conversations += bool(samples)
-            for sample, state in samples:
-                kept_rows.append(sample)
-                states.append(state)
-        if len(bad_states) > self._config.max_bad_rows:
-            raise UserError(
-                f"part {part}: the captured states of {len(bad_states)} rows fail their checks ({bad_states[0]});"
-                " nothing learnt from such states is accepted when served. Try capture.mode=extract"
-            )
-        finishes = Counter(r["finish_reason"] for r in kept_rows)
-        entry = {
-            "part": part,
-            "key": key,
-            "rows_in": len(rows),
-            "conversations": conversations,
-            "rejects": rejects,
-            "cut_short": cut_short,
-            "tokens": {
-                "prompt": sum(len(r["prompt_ids"]) for r in kept_rows),
-                "answer": sum(len(r["answer_ids"]) for r in kept_rows),
-                "supervised": sum(sum(r["loss_mask"]) for r in kept_rows),
-            },
-            "finish_reasons": dict(finishes),
-            "layers": list(self._config.spec.aux_layer_ids),
-            "dtype": self._config.spec.dtype,
-            "hidden_size": self._target.hidden_size,
-            "seconds": round(time.monotonic() - started, 3),
-        }
-        if conversations + sum(1 for r in rejects) != len(rows):
-            raise RuntimeError(f"part {part}: {len(rows)} rows in, {conversations} kept, {len(rejects)} rejected")
-        return await asyncio.to_thread(write_part, self._store, entry, kept_rows, states)
-
-    async def _answer(self, row: dict[str, Any]) -> tuple[list[tuple[dict[str, Any], Tensor]], RowError | None]:
-        """Samples of one conversation. A fault in a later turn keeps the turns before it."""
-        samples: list[tuple[dict[str, Any], Tensor]] = []
-        try:
-            turns = self._as_is(row, samples) if row["use"] == "as_is" else self._regenerate(row, samples)
-            await turns
-        except RowError as error:
-            return samples, error
-        return samples, None
-
-    async def _regenerate(self, row: dict[str, Any], samples: list[tuple[dict[str, Any], Tensor]]) -> None:
-        kwargs = {**self._config.template_kwargs, **json.loads(row["template_kwargs"])}
-        renderer = Renderer(self._tokenizer, kwargs)
-        sampling = {**self._config.sampling, **json.loads(row["sampling"])}
-        limit = int(sampling.pop("max_new_tokens", self._config.max_new_tokens))
-        history: list[dict[str, Any]] = []
-        for turn, group in enumerate(turns_to_answer(json.loads(row["messages"]))):
-            history = [*history, *group]
-            if turn == 0:
-                prompt = list(row["prompt_ids"])
-            else:
-                prompt = await asyncio.to_thread(renderer.render, history, True)
-                check_prompt_length(prompt, self._config.spec.max_model_len)
-            room = self._config.spec.max_model_len - len(prompt)
-            request = Request(f"{row['id']}-{turn}", prompt, min(limit, room), _sampling_of(sampling, row["id"], turn))
-            done = await self._complete(request)
-            if not done.answer_ids or len(done.answer_ids) < 2:
-                raise RowError("empty_answer", f"turn {turn}: the target answered {len(done.answer_ids)} token(s)")
-            text = self._tokenizer.decode(done.answer_ids, skip_special_tokens=True)
-            history = [*history, {"role": "assistant", "content": text}]
-            mask = [False] * len(prompt) + [True] * len(done.answer_ids)
-            samples.append((self._sample(row, turn, history, request, done, mask, kwargs), done.states))
-
-    async def _as_is(self, row: dict[str, Any], samples: list[tuple[dict[str, Any], Tensor]]) -> None:
-        request = Request(f"{row['id']}-0", list(row["prompt_ids"]), 1, {}, list(row["answer_ids"]))
-        done = await self._complete(request)
-        kwargs = {**self._config.template_kwargs, **json.loads(row["template_kwargs"])}
-        messages = json.loads(row["messages"])
-        samples.append((self._sample(row, 0, messages, request, done, list(row["loss_mask"]), kwargs), done.states))
-
-    async def _complete(self, request: Request) -> Completion:
-        try:
-            assert self._engine is not None
-            done = await asyncio.wait_for(self._engine.complete(request), self._config.row_timeout_s)
-        except TimeoutError as error:
-            raise RowError("timeout", f"no answer within {self._config.row_timeout_s:g} s") from error
-        expected = len(request.prompt_ids) + len(done.answer_ids) - 1
-        if len(done.states) != expected:
-            raise RowError("bad_states", f"{len(done.states)} states for {expected + 1} tokens")
-        fault = check_states(done.states, (*self._config.spec.aux_layer_ids, self._config.spec.num_layers))
-        if fault is not None:
-            raise RowError("bad_states", fault)
-        return done
-
-    def _sample(
-        self,
-        row: dict[str, Any],
-        turn: int,
-        messages: list[dict[str, Any]],
-        request: Request,
-        done: Completion,
-        mask: list[bool],
-        template_kwargs: dict[str, Any],
-    ) -> dict[str, Any]:
-        return {
-            "sample_id": f"{row['id']}-{turn}",
-            "conversation_id": row["id"],
-            "turn": turn,
-            "source": row["source"],
-            "domain": row["domain"],
-            "use": row["use"],
-            "messages": json.dumps(messages, ensure_ascii=False),
-            "template_kwargs": json.dumps(template_kwargs, ensure_ascii=False),
-            "sampling": json.dumps(request.sampling),
-            "prompt_ids": request.prompt_ids,
-            "answer_ids": done.answer_ids,
-            "loss_mask": mask,
-            "mask_method": row["mask_method"],
-            "finish_reason": done.finish_reason,
-            "truncated": done.finish_reason == "length",
-        }
-
-
-def _sampling_of(values: dict[str, Any], identity: str, turn: int) -> dict[str, Any]:
-    """Sampling of one request, seeded by the row: a part made again gets the same answers."""
-    if values.get("temperature", 0) == 0:
-        return {"temperature": 0.0}
-    seed = (int(values.get("seed", 0)) + int(identity[:8], 16) + turn) % 2**31
-    kept = {k: v for k, v in values.items() if k != "seed" and not (k == "top_k" and v <= 0)}
-    return {**kept, "seed": seed}

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from app.config import Config, SourceConfig
 from app.conversations import Conversation, Tokenised, parse_row, tokenise_as_is, tokenise_regenerate
 from app.errors import RowError, UserError
-from app.parts import INGEST_SCHEMA, part_name
+from app.parts import INGEST_SCHEMA, ingest_part_path
 from app.pipeline import StageContext, StageResult
 from app.redact import redact
 from app.storage import Store, file_sha256
@@ -112,15 +112,6 @@ def outside(ctx: StageContext) -> dict[str, str]:
     """Digests of what ingest reads: the source files and the target's tokenizer with its template."""
     digests = {f"source {s.label}": _source_digest(s) for s in ctx.config.sources}
     return {**digests, "target tokenizer and template": ctx.target.tokenizer_digest}
-
-
-def read_part(store: Store, part: int) -> list[dict[str, Any]]:
-    """Rows of ingest part `part` (INGEST_SCHEMA)."""
-    return pq.read_table(pa.BufferReader(store.read_bytes(part_path(part)))).to_pylist()
-
-
-def part_path(part: int) -> str:
-    return f"ingest/parts/{part_name(part)}.parquet"
 
 
 def read_rows(source: SourceConfig) -> Iterator[tuple[str, Any]]:
@@ -260,7 +251,7 @@ class _PartWriter:
     def _flush(self) -> None:
         buffer = pa.BufferOutputStream()
         pq.write_table(pa.Table.from_pylist(self._rows, INGEST_SCHEMA), buffer)
-        path = part_path(len(self._paths))
+        path = ingest_part_path(len(self._paths))
         self._store.write_bytes(path, buffer.getvalue().to_pybytes())
         self._paths.append(path)
         self._rows = []

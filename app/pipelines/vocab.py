@@ -17,10 +17,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from app.captured import load_entries
 from app.errors import UserError
 from app.parts import PARTS, PartEntry
 from app.pipeline import StageContext, StageResult
-from app.pipelines.generate import load_entries
 from app.samples import load_split
 from app.storage import Store
 from app.target import load_tokenizer

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from app.captured import load_entries
 from app.cluster import cause_of, connect, gpu_count
 from app.config import Config
 from app.errors import UserError
 from app.pipeline import StageContext, StageResult
-from app.pipelines.generate import load_entries
 from app.pipelines.vocab import load_vocab
 from app.storage import Store
 from app.train import trainer
@@ -84,9 +84,7 @@ def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
     group = TorchTrainer(
         _worker,
         train_loop_config=loop_config,
-        scaling_config=ScalingConfig(
-            num_workers=config.train.workers, use_gpu=use_gpu, resources_per_worker=resources
-        ),
+        scaling_config=ScalingConfig(num_workers=config.train.workers, use_gpu=use_gpu, resources_per_worker=resources),
         torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo", timeout_s=1800),
         run_config=RunConfig(
             name="draftmill-train",
@@ -124,9 +122,7 @@ def _resources(config: Config, use_gpu: bool) -> dict[str, float]:
         return {"GPU": 1, "CPU": 1}
     cpus = int(total.get("CPU", 0)) // workers
     if cpus < 1:
-        raise UserError(
-            f"train.workers is {workers} and the cluster has {total.get('CPU', 0):g} CPUs; lower it"
-        )
+        raise UserError(f"train.workers is {workers} and the cluster has {total.get('CPU', 0):g} CPUs; lower it")
     return {"CPU": min(config.train.cpus_per_worker, cpus)}
 
 

@@ -88,8 +88,7 @@ def answers(engine: VllmEngine, prompts: list[list[int]], new_tokens: int = NEW_
 
 def prefills(engine: VllmEngine, prompts: list[list[int]], done: list[Completion]) -> list[Completion]:
     requests = [
-        Request(f"row {i}", p, 1, answer_ids=d.answer_ids)
-        for i, (p, d) in enumerate(zip(prompts, done, strict=True))
+        Request(f"row {i}", p, 1, answer_ids=d.answer_ids) for i, (p, d) in enumerate(zip(prompts, done, strict=True))
     ]
     again = asyncio.run(all_of(engine, requests))
     assert all(isinstance(d, Completion) for d in again), again
@@ -120,9 +119,7 @@ def leftovers(engine: VllmEngine) -> tuple[int, list[str]]:
 def tiny(model: str) -> dict[str, Any]:
     """Every layer id, chunked prefill, requests of very different length, row faults, at last the death."""
     every = tuple(range(1, LAYERS))
-    engine = VllmEngine(
-        spec_for(model, every, LAYERS, engine_args={"max_num_batched_tokens": 32}, max_num_seqs=4)
-    )
+    engine = VllmEngine(spec_for(model, every, LAYERS, engine_args={"max_num_batched_tokens": 32}, max_num_seqs=4))
     prompts = tiny_prompts(5, 150, 61, 33)
     engine.check_embeddings(True)
     jobs = [engine.submit(Request(f"row {i}", p, NEW_TOKENS)) for i, p in enumerate(prompts)]
@@ -132,9 +129,7 @@ def tiny(model: str) -> dict[str, Any]:
     again = prefills(engine, prompts, done)
     wanted = reference(model, [p + d.answer_ids for p, d in zip(prompts, done, strict=True)])
     out: dict[str, Any] = {
-        "shapes": [
-            (len(p), len(d.answer_ids), tuple(d.states.shape)) for p, d in zip(prompts, done, strict=True)
-        ],
+        "shapes": [(len(p), len(d.answer_ids), tuple(d.states.shape)) for p, d in zip(prompts, done, strict=True)],
         "embedding_errors": [errors(e[:, None], w[:-1, :1]) for e, w in zip(first, wanted, strict=True)],
         "errors": [errors(d.states, w[:-1, 1:]) for d, w in zip(done, wanted, strict=True)],
         "prefill_errors": [errors(d.states, w[:-1, 1:]) for d, w in zip(again, wanted, strict=True)],
@@ -178,8 +173,7 @@ def _row_faults(engine: VllmEngine) -> dict[str, str]:
     done = asyncio.run(all_of(engine, requests))
     names = ["good 0", *faulty, "good 1"]
     return {
-        name: d.reason if isinstance(d, RowError) else type(d).__name__
-        for name, d in zip(names, done, strict=True)
+        name: d.reason if isinstance(d, RowError) else type(d).__name__ for name, d in zip(names, done, strict=True)
     }
 
 
@@ -208,9 +202,7 @@ def _death(engine: VllmEngine) -> dict[str, Any]:
         return healthy(*args, **kwargs)
 
     runner.execute_model = dying
-    requests = [
-        Request(f"row {i}", p, 100, {"ignore_eos": True}) for i, p in enumerate(tiny_prompts(9, 12, 7))
-    ]
+    requests = [Request(f"row {i}", p, 100, {"ignore_eos": True}) for i, p in enumerate(tiny_prompts(9, 12, 7))]
     done = asyncio.run(all_of(engine, requests))
     try:
         engine.submit(requests[0])
@@ -235,9 +227,7 @@ def preempt(model: str) -> dict[str, Any]:
     Scheduler._preempt_request = counting  # type: ignore[method-assign]
     args = {"block_size": 32, "max_num_batched_tokens": 64}
     # 4 KiB a token in fp32: 20 blocks of 32 tokens, for 6 requests that grow to 5 blocks each.
-    engine = VllmEngine(
-        spec_for(model, (2, 4, 6), LAYERS, kv_cache_gib=20 * 32 * 4096 / 2**30, engine_args=args)
-    )
+    engine = VllmEngine(spec_for(model, (2, 4, 6), LAYERS, kv_cache_gib=20 * 32 * 4096 / 2**30, engine_args=args))
     prompts = tiny_prompts(30, 45, 60, 20, 50, 33)
     requests = [Request(f"row {i}", p, 110, {"ignore_eos": True}) for i, p in enumerate(prompts)]
     done = asyncio.run(all_of(engine, requests))
@@ -247,9 +237,7 @@ def preempt(model: str) -> dict[str, Any]:
     out = {
         "preempted": len(preempted),
         "errors": [
-            errors(d.states, w[:-1, ids])
-            for d, w in zip(done, wanted, strict=True)
-            if isinstance(d, Completion)
+            errors(d.states, w[:-1, ids]) for d, w in zip(done, wanted, strict=True) if isinstance(d, Completion)
         ],
         "sizes": [len(s) for s in sequences],
     }
@@ -392,9 +380,7 @@ def plain(model: str) -> dict[str, Any]:
         max_num_seqs=8,
     )
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
-    done = llm.generate(
-        [TokensPrompt(prompt_token_ids=p) for p in smol_prompts(model)], params, use_tqdm=False
-    )
+    done = llm.generate([TokensPrompt(prompt_token_ids=p) for p in smol_prompts(model)], params, use_tqdm=False)
     return {
         "answers": [list(d.outputs[0].token_ids) for d in done],
         "reasons": [d.outputs[0].finish_reason for d in done],
@@ -403,9 +389,7 @@ def plain(model: str) -> dict[str, Any]:
 
 def other_process(model: str) -> dict[str, Any]:
     """A worker in another process, as with tensor parallelism: the states come through files."""
-    engine = VllmEngine(
-        spec_for(model, (2, 4, 6), LAYERS, engine_args={"distributed_executor_backend": "mp"})
-    )
+    engine = VllmEngine(spec_for(model, (2, 4, 6), LAYERS, engine_args={"distributed_executor_backend": "mp"}))
     prompts = tiny_prompts(5, 70)
     done = answers(engine, prompts)
     assert engine._exports is not None

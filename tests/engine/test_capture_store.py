@@ -106,3 +106,17 @@ def test_a_failed_copy_fails_the_request() -> None:
 
 def test_internal_ids_lead_to_ours() -> None:
     assert external_key("r12") == external_key("r12-1a2b3c4d") == "r12"
+
+
+def test_held_rows_outlive_the_engines_report_of_the_end() -> None:
+    """The engine reports a finished request in its next step, however late the rows are taken."""
+    store = CaptureStore()
+    store.write("r1", 0, torch.ones(3, 2, 4), 3)
+    store.hold("r1")
+    store.forget("r1")
+    assert torch.equal(store.take("r1", 3), torch.ones(3, 2, 4))
+    store.write("r2", 0, torch.ones(3, 2, 4), 3)
+    store.forget("r2")  # aborted: nobody holds it
+    with pytest.raises(MissingStates):
+        store.take("r2", 3)
+    assert len(store) == 0 and not store._held and not store._taken

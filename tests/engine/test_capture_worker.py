@@ -16,14 +16,10 @@ def scheduled(new: dict[str, int], cached: dict[str, int], counts: dict[str, int
     sampling = SimpleNamespace(max_tokens=10)
     return SimpleNamespace(
         scheduled_new_reqs=[
-            SimpleNamespace(
-                req_id=r, num_computed_tokens=s, prompt_token_ids=[1] * 5, sampling_params=sampling
-            )
+            SimpleNamespace(req_id=r, num_computed_tokens=s, prompt_token_ids=[1] * 5, sampling_params=sampling)
             for r, s in new.items()
         ],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(cached), num_computed_tokens=list(cached.values())
-        ),
+        scheduled_cached_reqs=SimpleNamespace(req_ids=list(cached), num_computed_tokens=list(cached.values())),
         num_scheduled_tokens=counts,
         total_num_scheduled_tokens=sum(counts.values()),
         finished_req_ids=set(),

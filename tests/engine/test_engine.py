@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,7 +33,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         if name not in results:
             out = folder / f"{name}.pt"
             command = [sys.executable, "-m", "tests.engine.scenarios", name, str(model), str(out)]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+            env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # spinning threads starve on a busy machine
+            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
             assert done.returncode == 0, f"{name}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
             results[name] = torch.load(out, weights_only=False)
         return results[name]

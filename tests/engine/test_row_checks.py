@@ -20,9 +20,7 @@ LAYERS = (2, 15, 27, 30)
 def clean(count: int = 60, hidden: int = 64) -> Tensor:
     """[count, 4, hidden] bf16: norms that grow with depth, a first position of 300 times the median."""
     generator = torch.Generator().manual_seed(0)
-    states = (
-        torch.randn(count, 4, hidden, generator=generator) * torch.tensor([1.0, 5.0, 20.0, 30.0])[:, None]
-    )
+    states = torch.randn(count, 4, hidden, generator=generator) * torch.tensor([1.0, 5.0, 20.0, 30.0])[:, None]
     states[0] *= 300
     return states.to(torch.bfloat16)
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.captured import part_keys
 from app.config import Config
 from app.draft_config import DraftConfig
+from app.parts import read_ingest_part as read_part
 from app.parts import write_part
 from app.pipeline import Stage, StageContext, StageResult, run_stage
-from app.pipelines.generate import part_keys
-from app.pipelines.ingest import read_part
 from app.stages import STAGES
 from app.train.state import save_state
 from tests.runs import context

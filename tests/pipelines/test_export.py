@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from app.captured import load_entries
 from app.checkpoint import DraftConfig, check_checkpoint, read_checkpoint
 from app.errors import UserError
 from app.pipeline import StageContext, run_stage
 from app.pipelines import export
-from app.pipelines.generate import load_entries
 from app.pipelines.vocab import VocabMap, load_vocab
 from app.target import load_target_head
 from app.train.loop import draft_config as loop_config

@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from app.captured import load_entries, part_keys
 from app.cluster import connect, disconnect
 from app.config import RayConfig
 from app.errors import UserError
 from app.parts import PARTS, committed_parts, read_entry
 from app.pipeline import StageContext, run_pipeline, run_stage
-from app.pipelines import generate
 from app.samples import SampleReader, load_split
 from app.stages import stages_up_to
 from tests.runs import context, draftmill, prompts, save_config, tiny_config, write_rows
@@ -34,7 +34,7 @@ def cluster() -> Iterator[None]:
 def sample_rows(ctx: StageContext) -> list[dict[str, Any]]:
     """Rows of every committed part."""
     rows = []
-    for entry in generate.load_entries(ctx):
+    for entry in load_entries(ctx):
         rows += pq.read_table(ctx.run.store.local(f"{PARTS}/{entry.files['rows']['name']}")).to_pylist()
     return rows
 
@@ -53,7 +53,7 @@ def test_states_belong_to_their_rows(tiny: Path, tmp_path: Path, cluster: None) 
     counts = ctx.input("generate").counts
     assert (counts["rows_in"], counts["kept"], counts["samples"], counts["parts"]) == (25, 25, 26, 3)
     assert counts["bytes"] == sum(p.stat().st_size for p in (tmp_path / "run" / PARTS).glob("part-*-*"))
-    entries = generate.load_entries(ctx)
+    entries = load_entries(ctx)
     reader = SampleReader(ctx.run.store, entries, load_split(ctx.run.store, entries, config), ("train", "holdout"))
     assert len(reader) in (25, 26)  # the validation share may take the rest
     for index in range(len(reader)):
@@ -83,7 +83,7 @@ def test_f35_damaged_parts_are_found_named_and_made_again(
     folder = tmp_path / "run" / PARTS
     before = commit_times(tmp_path / "run")
     ctx = context(config)
-    names = [e.files["states"]["name"] for e in generate.load_entries(ctx)]
+    names = [e.files["states"]["name"] for e in load_entries(ctx)]
     data = (folder / names[0]).read_bytes()
     (folder / names[0]).write_bytes(data[:-1])  # cut by one byte
     (folder / names[1]).write_bytes(b"")  # empty
@@ -191,7 +191,7 @@ def test_only_what_depends_on_a_change_is_redone(tiny: Path, tmp_path: Path, clu
     assert all(after[n] == before[n] for n in before)
     changed = tiny_config(tiny, tmp_path / "run", source, generate__max_new_tokens=12)
     assert run_pipeline(changed, stages)["ingest"]["reused"]
-    valid, bad = committed_parts(context(config).run.store, generate.part_keys(context(config)), "size")
+    valid, bad = committed_parts(context(config).run.store, part_keys(context(config)), "size")
     assert not valid and set(bad.values()) == {"made from other inputs or settings"}
 
 

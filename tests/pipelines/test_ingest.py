@@ -8,6 +8,7 @@ import pytest
 
 from app.conversations import parse_row, tokenise_as_is
 from app.errors import RowError, UserError
+from app.parts import read_ingest_part
 from app.pipelines import ingest
 from app.target import Renderer, load_tokenizer
 from tests.runs import context, prompts, tiny_config, write_rows
@@ -17,7 +18,7 @@ def run_ingest(config: Any) -> tuple[dict[str, Any], list[dict[str, Any]], list[
     """counts, kept rows, rejects."""
     ctx = context(config)
     result = ingest.run(ctx)
-    rows = [r for p in range(result.counts["parts"]) for r in ingest.read_part(ctx.run.store, p)]
+    rows = [r for p in range(result.counts["parts"]) for r in read_ingest_part(ctx.run.store, p)]
     rejects = [json.loads(x) for x in ctx.run.store.read_bytes("ingest/rejects.jsonl").decode().splitlines()]
     return result.counts, rows, rejects
 
@@ -75,19 +76,16 @@ def test_ids_and_parts_depend_on_the_rows_alone(tiny: Path, tmp_path: Path) -> N
     one, three = context(tiny_config(tiny, tmp_path / "one", source)).run, context(config).run
     for part in (0, 1):  # full parts are the same bytes: what was generated for them stays
         same = {"id", "messages", "prompt_ids"}
-        pairs = zip(ingest.read_part(one.store, part), ingest.read_part(three.store, part), strict=True)
+        pairs = zip(read_ingest_part(one.store, part), read_ingest_part(three.store, part), strict=True)
         assert all({k: a[k] for k in same} == {k: b[k] for k in same} for a, b in pairs)
 
 
 def test_bom_crlf_and_blank_lines(tiny: Path, tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_bytes(
-        b"\xef\xbb\xbf"
-        + b'{"prompt": "one"}\r\n\r\n  \n{"prompt": "zwei \xc3\xbc"}\r\n{"prompt": "bad \xff"}\n'
+        b"\xef\xbb\xbf" + b'{"prompt": "one"}\r\n\r\n  \n{"prompt": "zwei \xc3\xbc"}\r\n{"prompt": "bad \xff"}\n'
     )
-    config = tiny_config(
-        tiny, tmp_path / "run", source, sources=[{"path": str(source), "max_reject_share": 1}]
-    )
+    config = tiny_config(tiny, tmp_path / "run", source, sources=[{"path": str(source), "max_reject_share": 1}])
     counts, kept, rejects = run_ingest(config)
     assert [json.loads(r["messages"])[0]["content"] for r in kept] == ["one", "zwei ü"]
     assert [r["where"] for r in kept] == ["rows.jsonl:1", "rows.jsonl:4"]
@@ -104,9 +102,7 @@ def test_bom_crlf_and_blank_lines(tiny: Path, tmp_path: Path) -> None:
         (lambda p: write_rows(p / "bad.jsonl", ["{"] * 60 + prompts(40)), "max_reject_share"),
     ],
 )
-def test_a_source_that_cannot_be_used_is_one_sentence(
-    tiny: Path, tmp_path: Path, make: Any, words: str
-) -> None:
+def test_a_source_that_cannot_be_used_is_one_sentence(tiny: Path, tmp_path: Path, make: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         run_ingest(tiny_config(tiny, tmp_path / "run", make(tmp_path)))
 
@@ -147,9 +143,7 @@ def test_f12_forced_tags_without_tags_stop_before_capture(tiny: Path, tmp_path: 
     template = tmp_path / "plain.jinja"
     template.write_text(PLAIN)
     rows = [{"messages": TALK}]
-    config = as_is_config(
-        tiny, tmp_path, rows, target__chat_template=str(template), capture__mask="generation_tags"
-    )
+    config = as_is_config(tiny, tmp_path, rows, target__chat_template=str(template), capture__mask="generation_tags")
     with pytest.raises(UserError, match=r"no \{% generation %\} tags.*empty"):
         run_ingest(config)
 
@@ -188,9 +182,7 @@ def test_the_mask_decodes_to_the_assistants_text(tiny: Path, method: str) -> Non
 
 
 def test_f14_a_prompt_that_fills_the_length_is_rejected_after_the_cut(tiny: Path, tmp_path: Path) -> None:
-    long = {
-        "messages": [{"role": "user", "content": "a " * 300}, {"role": "assistant", "content": "b " * 20}]
-    }
+    long = {"messages": [{"role": "user", "content": "a " * 300}, {"role": "assistant", "content": "b " * 20}]}
     short = [{"messages": [{"role": "user", "content": f"Count {i}"}, TALK[1]]} for i in range(9)]
     counts, _, rejects = run_ingest(as_is_config(tiny, tmp_path, [*short, long]))
     assert counts["kept"] == 9

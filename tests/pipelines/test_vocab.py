@@ -133,7 +133,7 @@ def test_stage_counts_the_training_split_alone(tiny: Path, tmp_path: Path) -> No
     found = load_vocab(ctx.run.store)
     assert len(found.kept_ids) == 320 and found.vocab_size == VOCAB and int(found.kept_ids[-1]) < TOKENIZER_LEN
 
-    from app.pipelines.generate import load_entries
+    from app.captured import load_entries
 
     entries = load_entries(ctx)
     split = load_split(ctx.run.store, entries, config)
