@@ -209,6 +209,7 @@ def _terminated_cleanly() -> Iterator[None]:
     """SIGTERM ends the run as an interrupt does: the lease is released and committed work stays."""
 
     def stop(signum: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut the clean-up off
         raise KeyboardInterrupt
 
     try:

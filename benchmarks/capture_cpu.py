@@ -87,15 +87,11 @@ def captured(model: str, mode: str, prompts: list[list[int]], new_tokens: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument(
-        "--mode", choices=MODES, help="measure one mode in this process and print the seconds"
-    )
+    parser.add_argument("--mode", choices=MODES, help="measure one mode in this process and print the seconds")
     args = parser.parse_args()
 
     from app.packaged import packaged_target
@@ -120,9 +116,7 @@ def main() -> None:
             out = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
             seconds = float(out.split("seconds ")[-1].split()[0])
             rates[mode].append(tokens / seconds)
-            print(
-                f"round {round_ + 1}  {mode:<10} {tokens / seconds:7.1f} tok/s", file=sys.stderr, flush=True
-            )
+            print(f"round {round_ + 1}  {mode:<10} {tokens / seconds:7.1f} tok/s", file=sys.stderr, flush=True)
     best = {mode: max(values) for mode, values in rates.items()}
     print(
         f"{args.requests} requests, {CONCURRENT} at once, {args.new_tokens} answer tokens each; best of {args.rounds}"
