@@ -149,6 +149,7 @@ class WorkerStores:
     states: CaptureStore  # s_a, s_b, s_c, s_n
     embeddings: CaptureStore | None = None  # s_0, while the self-check runs
     gives_embedding: bool = False  # whether the model class yields s_0 at all
+    started: bool = False  # the engine is up; what ran before was vLLM's own warm-up
 
 
 # One worker per process, so one set; a KV connector has no other way to its worker.
@@ -176,6 +177,10 @@ class StoreAccess:
     """Methods a worker gains, for the engine to call through vLLM's `collective_rpc`."""
 
     rank: int
+
+    def start_capture(self) -> None:
+        """The engine is up: keep states from now on."""
+        _stores.started = True
 
     def capture_stores(self) -> WorkerStores:
         """The stores themselves, for an engine in the same process."""

@@ -53,7 +53,7 @@ class HostCopier:
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(_CHUNKS):
             self._free.put(torch.empty((_CHUNK, *shape), dtype=dtype, pin_memory=True))
-        self._jobs: queue.SimpleQueue[tuple[Tensor, Any, list[Piece]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Tensor, Any, list[Piece]] | str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._file, name="draftmill-capture", daemon=True)
         self._thread.start()
 
@@ -72,6 +72,10 @@ class HostCopier:
             self._store.announce()
             self._jobs.put((buffer, event, here))
 
+    def forget(self, key: str) -> None:
+        """Forget a request once the copies under way, perhaps of its own rows, are filed."""
+        self._jobs.put(key)
+
     def close(self) -> None:
         """End the thread after the copies under way."""
         self._jobs.put(None)
@@ -79,6 +83,9 @@ class HostCopier:
 
     def _file(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if isinstance(job, str):
+                self._store.forget(job)
+                continue
             buffer, event, pieces = job
             fault: BaseException | None = None
             try:
@@ -128,7 +135,8 @@ class CaptureWorker(StoreAccess, PlatformWorker):
 
     def execute_model(self, scheduler_output: Any) -> Any:
         output = super().execute_model(scheduler_output)
-        if self.rank == 0:  # after the all-reduce every tensor-parallel rank holds the same states
+        # After the all-reduce every tensor-parallel rank holds the same states.
+        if self.rank == 0 and self._stores.started:
             with torch.inference_mode():
                 self._capture(scheduler_output)
         return output
@@ -137,7 +145,10 @@ class CaptureWorker(StoreAccess, PlatformWorker):
         for request_id in scheduler_output.finished_req_ids:
             key = external_key(request_id)
             self._capacity.pop(key, None)
-            self._stores.states.forget(key)
+            if self._copier is None:
+                self._stores.states.forget(key)
+            else:
+                self._copier.forget(key)
         state = self.model_runner.execute_model_state
         if state is None or scheduler_output.total_num_scheduled_tokens == 0:
             return

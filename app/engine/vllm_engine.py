@@ -192,6 +192,7 @@ class VllmEngine:
         args = engine_args(self.spec, bool(current_platform.is_cpu()))
         self._engine = LLMEngine.from_engine_args(EngineArgs(**args))
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
+        self._rpc("start_capture")
         if args["distributed_executor_backend"] == "uni":
             self._stores = self._rpc("capture_stores")
         else:

@@ -77,7 +77,7 @@ def _generate_parts(ctx: StageContext, todo: list[int], keys: dict[int, str], va
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.issue_detectors_config.detectors = []  # they tell of memory an engine is meant to use
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     items = [{"part": p, "key": keys[p]} for p in todo]
     replicas = min(config.generate.replicas, len(todo))
     dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(

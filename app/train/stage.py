@@ -128,6 +128,7 @@ def _resources(config: Config, use_gpu: bool) -> dict[str, float]:
 
 def _worker(loop_config: dict[str, Any]) -> None:
     """The loop, with a fault that a person can mend kept where the driver finds it and no restart repeats it."""
+    logging.getLogger("ray.train").setLevel(logging.WARNING)  # our own lines say what is reported
     store = Store(loop_config["run_url"], loop_config["run_options"])
     fault = store.read_json(_FAULT)
     if fault is not None:

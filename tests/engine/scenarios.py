@@ -16,104 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.base import Completion, EngineError, EngineSpec, Request
+from app.engine.base import Completion, EngineError, Request
 from app.engine.process import prepare_process
 from app.engine.self_check import run_self_check
 from app.engine.vllm_engine import VllmEngine
 from app.errors import RowError, UserError
 from app.target import inspect_target, load_target_head
-from tests.tiny import LAYERS, MAX_POSITIONS, TOKENIZER_LEN
-
-SMOL_LAYERS = (2, 15, 27)
-NEW_TOKENS = 40
-TEXTS = (
-    "What is the capital of France?",
-    "Write a poem about the sea, the wind and the people who live by the water. Begin with the morning.",
-    "Explain in three sentences why the sky is blue.",
-    "2 + 2 =",
-    "Name five animals that live in the forest and say what each of them eats in winter.",
-    "def fibonacci(n):",
+from tests.engine.helpers import (
+    NEW_TOKENS,
+    SMOL_LAYERS,
+    all_of,
+    answers,
+    errors,
+    leftovers,
+    make_mla,
+    prefills,
+    reference,
+    smol_prompts,
+    spec_for,
+    tiny_prompts,
 )
-
-
-def spec_for(model: str, layers: tuple[int, ...], num_layers: int, **changes: Any) -> EngineSpec:
-    values: dict[str, Any] = {
-        "dtype": "float32",  # bf16 would hide a fault of one percent in its own noise
-        "max_model_len": MAX_POSITIONS,
-        "max_num_seqs": 8,
-        "enforce_eager": True,
-        "kv_cache_gib": 0.5,
-        **changes,
-    }
-    return EngineSpec(model=model, aux_layer_ids=layers, num_layers=num_layers, **values)
-
-
-def reference(model: str, sequences: list[list[int]], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Hugging Face's s_0..s_n of each sequence, [T, n+1, H] fp32; s_n is taken before the final norm."""
-    from transformers import AutoModelForCausalLM
-
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
-    last: list[Tensor] = []
-
-    def keep(_module: Any, _inputs: Any, output: Any) -> None:
-        last.append(output[0] if isinstance(output, tuple) else output)
-
-    net.model.layers[-1].register_forward_hook(keep)
-    out = []
-    for ids in sequences:
-        with torch.no_grad():
-            hidden = net(torch.tensor([ids]), output_hidden_states=True).hidden_states
-        states = [*hidden[:-1], last.pop().reshape(hidden[0].shape)]
-        out.append(torch.stack(states, dim=2)[0].float())  # [T, n+1, H]
-    return out
-
-
-def errors(states: Tensor, wanted: Tensor) -> list[float]:
-    """Largest relative error of a position, per layer: [N, K, H] against [N, K, H]."""
-    off = (states.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)  # [N, K]
-    return [float(x) for x in off.amax(0)]
-
-
-async def all_of(engine: VllmEngine, requests: list[Request]) -> list[Completion | Exception]:
-    done = await asyncio.gather(*(engine.complete(r) for r in requests), return_exceptions=True)
-    return [d for d in done if isinstance(d, Completion | Exception)]
-
-
-def answers(engine: VllmEngine, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[Completion]:
-    requests = [Request(f"row {i}", p, new_tokens) for i, p in enumerate(prompts)]
-    done = asyncio.run(all_of(engine, requests))
-    assert all(isinstance(d, Completion) for d in done), done
-    return [d for d in done if isinstance(d, Completion)]
-
-
-def prefills(engine: VllmEngine, prompts: list[list[int]], done: list[Completion]) -> list[Completion]:
-    requests = [
-        Request(f"row {i}", p, 1, answer_ids=d.answer_ids) for i, (p, d) in enumerate(zip(prompts, done, strict=True))
-    ]
-    again = asyncio.run(all_of(engine, requests))
-    assert all(isinstance(d, Completion) for d in again), again
-    return [d for d in again if isinstance(d, Completion)]
-
-
-def tiny_prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(3, TOKENIZER_LEN, (n,), generator=generator).tolist() for n in lengths]
-
-
-def smol_prompts(model: str) -> list[list[int]]:
-    from app.target import Renderer, load_tokenizer
-
-    renderer = Renderer(load_tokenizer(model))
-    return [renderer.render([{"role": "user", "content": t}], True) for t in TEXTS]
-
-
-def leftovers(engine: VllmEngine) -> tuple[int, list[str]]:
-    """States still held while idle, and our threads after closing."""
-    answers(engine, [[5, 6, 7]], 2)  # one more request, so that the worker hears of those that ended
-    assert engine._stores is not None
-    held = len(engine._stores.states)
-    engine.close()
-    return held, [t.name for t in threading.enumerate() if t.name.startswith("draftmill")]
+from tests.tiny import LAYERS, MAX_POSITIONS
 
 
 def tiny(model: str) -> dict[str, Any]:
@@ -404,6 +327,26 @@ def other_process(model: str) -> dict[str, Any]:
     }
 
 
+def mla(folder: str) -> dict[str, Any]:
+    """A class that gives no s_0. Distances of each state at position 0 to every s_k of Hugging Face.
+
+    Position 0 alone, because vLLM's CPU kernels for latent attention and Hugging Face part ways after it.
+    """
+    model = str(make_mla(Path(folder)))
+    engine = VllmEngine(spec_for(model, (2, 3, 4), 6))
+    prompts = tiny_prompts(5, 40, 33)
+    done = answers(engine, prompts, 20)
+    engine.close()
+    wanted = reference(model, [p + d.answer_ids for p, d in zip(prompts, done, strict=True)])
+    return {
+        "distances": [
+            [errors(state.expand(7, -1)[None], w[:1]) for state in d.states[0]]
+            for d, w in zip(done, wanted, strict=True)
+        ],
+        "shapes": [d.states.shape for d in done],
+    }
+
+
 SCENARIOS: dict[str, Callable[[str], dict[str, Any]]] = {
     "tiny": tiny,
     "preempt": preempt,
@@ -413,6 +356,7 @@ SCENARIOS: dict[str, Callable[[str], dict[str, Any]]] = {
     "smol_bf16": smol_bf16,
     "plain": plain,
     "other_process": other_process,
+    "mla": mla,
 }
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +76,26 @@ def test_pieces_are_cut_at_buffer_borders() -> None:
     piece = Piece("r1", start=50, first=1000, count=100, capacity=0)
     assert _cut(piece, 0, 1024) == Piece("r1", 50, 1000, 24, 0)
     assert _cut(piece, 1024, 2048) == Piece("r1", 74, 0, 76, 0)
+
+
+def test_forgetting_waits_its_turn_behind_copies_under_way() -> None:
+    """A step more may have run for a request that ended: its rows must not outlive the report of the end."""
+    from app.engine.capture_store import CaptureStore
+    from app.engine.capture_worker import HostCopier, Piece
+
+    copier = HostCopier.__new__(HostCopier)
+    copier._store, copier._free, copier._jobs = CaptureStore(), queue.SimpleQueue(), queue.SimpleQueue()
+    copied = threading.Event()
+    copier._store.announce()
+    copier._jobs.put((torch.ones(3, 2, 4), SimpleNamespace(synchronize=copied.wait), [Piece("r1", 0, 0, 3, 3)]))
+    copier.forget("r1")
+    copier._jobs.put(None)
+    copier._thread = threading.Thread(target=copier._file)
+    copier._thread.start()
+    copied.set()
+    copier._thread.join()
+    assert len(copier._store) == 0
+    assert copier._store._pending == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -123,6 +123,14 @@ def test_a_worker_in_another_process_gives_the_same_states(run: Run, tiny: Path)
     assert not got["folder_left"]
 
 
+def test_a_class_without_s_0_counts_its_layers_alike(run: Run, tmp_path: Path) -> None:
+    """DeepSeek-V3's shape: each state is nearest, and equal, to the s_k of its id."""
+    for request in run("mla", tmp_path / "mla")["distances"]:
+        for k, distances in zip((2, 3, 4, 6), request, strict=True):
+            assert distances[k] < EXACT
+            assert all(d > 0.1 for j, d in enumerate(distances) if j != k)
+
+
 def test_smollm2_states_equal_hugging_face(run: Run, smollm2: Path) -> None:
     got = run("auxiliary", smollm2)
     assert max(max(e) for e in got["errors"]) < EXACT

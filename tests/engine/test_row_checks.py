@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app.engine.row_checks import check_states
 from app.packaged import packaged_target
-from tests.engine.scenarios import reference, smol_prompts, tiny_prompts
+from tests.engine.helpers import reference, smol_prompts, tiny_prompts
 
 LAYERS = (2, 15, 27, 30)
 

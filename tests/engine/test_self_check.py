@@ -12,7 +12,7 @@ from app.engine.base import Completion
 from app.engine.self_check import NEW_TOKENS, PROMPT_LENGTHS, Probe, check_prompts, find_fault
 from app.packaged import packaged_target
 from app.target import TargetHead, inspect_target, load_target_head
-from tests.engine.scenarios import reference
+from tests.engine.helpers import reference
 
 SMOL_IDS = (2, 15, 27, 30)
 
