@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterable
 
 from app.captured import part_keys
 from app.cluster import connect, gpu_count
@@ -42,7 +43,6 @@ def run(ctx: StageContext) -> StageResult:
         log.info("generate: resumed, %d of %d parts are committed", len(valid), len(keys))
     todo = [p for p in keys if p not in valid]
     if todo:
-        _check_errors(list(valid.values()), ctx)
         _generate_parts(ctx, todo, keys, valid)
     entries = [valid[p] for p in sorted(valid)]
     return _result(ctx, entries)
@@ -94,6 +94,8 @@ def _generate_parts(ctx: StageContext, todo: list[int], keys: dict[int, str], va
     )
     started = time.monotonic()
     tokens = 0
+    rows = int(ctx.input("ingest").counts["kept"])
+    reasons = _reasons(valid.values())
     log.info("generate: %d parts to make on %d engine(s)", len(todo), replicas)
     try:
         for row in dataset.iter_batches(batch_size=1, prefetch_batches=0):
@@ -106,7 +108,8 @@ def _generate_parts(ctx: StageContext, todo: list[int], keys: dict[int, str], va
             _progress(len(valid), len(keys), len(todo), tokens, time.monotonic() - started)
             if ctx.lease is not None:
                 ctx.lease.check()
-            _check_errors(list(valid.values()), ctx)
+            reasons.update(r["reason"] for r in entry.rejects)
+            _check_errors(reasons, rows, ctx)
     finally:
         store.delete(ATTEMPTS)
     missing = sorted(set(keys) - set(valid))
@@ -183,10 +186,12 @@ def _worker_config(ctx: StageContext, on_gpu: bool) -> WorkerConfig:
     )
 
 
-def _check_errors(entries: list[PartEntry], ctx: StageContext) -> None:
-    """Stop when more than generate.max_error_share of all rows failed."""
-    rows = int(ctx.input("ingest").counts["kept"])
-    reasons = Counter(r["reason"] for e in entries for r in e.rejects)
+def _reasons(entries: Iterable[PartEntry]) -> Counter[str]:
+    return Counter(r["reason"] for e in entries for r in e.rejects)
+
+
+def _check_errors(reasons: Counter[str], rows: int, ctx: StageContext) -> None:
+    """Stop when more than generate.max_error_share of all `rows` failed."""
     cap = ctx.config.generate.max_error_share
     if reasons.total() > cap * rows:
         words = ", ".join(f"{r} {n}" for r, n in reasons.most_common())
@@ -198,16 +203,15 @@ def _check_errors(entries: list[PartEntry], ctx: StageContext) -> None:
 
 def _result(ctx: StageContext, entries: list[PartEntry]) -> StageResult:
     tokens: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
+    reasons = _reasons(entries)
     finishes: Counter[str] = Counter()
     cut_short = sum(len(e.cut_short) for e in entries)
     for e in entries:
         tokens.update(e.tokens)
         finishes.update(e.finish_reasons)
-        reasons.update(r["reason"] for r in e.rejects)
     rows_in = sum(e.rows_in for e in entries)
     kept = sum(e.conversations for e in entries)
-    _check_errors(entries, ctx)
+    _check_errors(reasons, int(ctx.input("ingest").counts["kept"]), ctx)
     if cut_short:
         log.warning("generate: %d conversations stop before their last turn; the part entries say why", cut_short)
     if kept == 0:
