@@ -52,8 +52,6 @@ def connect(config: RayConfig) -> None:
             ) from error
         log.info("connected to the Ray cluster at %s", address)
         return
-    # Ray's core prints errors of its own making that no one can act on; real ones come as exceptions.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that a token is asked for
     ray.init(
         address="local",
