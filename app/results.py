@@ -85,7 +85,8 @@ def summary_lines(url: str, results: dict[str, Any]) -> list[str]:
         line(
             "speed",
             f"{speed['baseline']:,.0f} tokens/s without, {speed['draft']:,.0f} with the draft"
-            f" ({bench['speedup']:.2f}x)",
+            f" ({bench['speedup']:.2f}x)"
+            + ("" if bench["comparable"] else "; not comparable, other programs took the processor"),
         )
         line(
             "outputs",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class Served:
     outputs: list[list[int]]  # token ids, in prompt order
     seconds: list[float]  # of each measured pass
     tokens: int  # output tokens of one pass
+    cpu_share: float | None = None  # of the machine's cores, what this process got; CPU engines only
     drafts: int = 0
     draft_tokens: int = 0
     accepted: int = 0
@@ -113,6 +115,8 @@ def run(ctx: StageContext) -> StageResult:
         result["output_mismatches"],
         len(prompts),
     )
+    if not result["comparable"]:
+        log.warning("bench: other programs took the processor meanwhile; the two speeds cannot be compared")
     for case in result["mismatch_examples"][:3]:
         log.info(
             "bench: prompt %d differs from token %d on: %s against %s",
@@ -154,9 +158,17 @@ def compare(baseline: Served, served: Served, num_draft_tokens: int) -> dict[str
         "tokens_per_second": {"baseline": baseline.tokens_per_second, "draft": served.tokens_per_second},
         "speedup": served.tokens_per_second / baseline.tokens_per_second,
         "seconds": {"baseline": baseline.seconds, "draft": served.seconds},
+        "comparable": _comparable(baseline, served),
         "output_mismatches": mismatches,
         "mismatch_examples": examples[:20],
     }
+
+
+def _comparable(baseline: Served, served: Served) -> bool:
+    """Whether both runs had the processor alike; other programs' work would read as the draft's gain or loss."""
+    if not baseline.cpu_share or not served.cpu_share:
+        return True
+    return max(baseline.cpu_share, served.cpu_share) < 1.3 * min(baseline.cpu_share, served.cpu_share)
 
 
 def _serve_elsewhere(spec: ServeSpec, prompts: list[list[int]], lengths: list[int], cpus: float) -> Served:
@@ -216,6 +228,7 @@ def serve(spec: ServeSpec, prompts: list[list[int]], lengths: list[int]) -> Serv
     params = [SamplingParams(temperature=0.0, max_tokens=n, detokenize=False) for n in lengths]
     llm.generate(inputs[:1], params[:1], use_tqdm=False)  # warm-up
     before = _counters(llm)
+    cpu = time.process_time()
     seconds: list[float] = []
     outputs: list[list[int]] = []
     for _ in range(spec.repeats):
@@ -223,8 +236,11 @@ def serve(spec: ServeSpec, prompts: list[list[int]], lengths: list[int]) -> Serv
         done = llm.generate(inputs, params, use_tqdm=False)
         seconds.append(time.perf_counter() - started)
         outputs = [list(o.outputs[0].token_ids) for o in done]
+    cpu = time.process_time() - cpu
     after = _counters(llm)
     result = Served(outputs=outputs, seconds=seconds, tokens=sum(map(len, outputs)))
+    if not spec.on_gpu:
+        result.cpu_share = cpu / sum(seconds) / len(os.sched_getaffinity(0))
     if spec.draft is not None:
         delta = {k: [a - b for a, b in zip(after[k], before[k], strict=True)] for k in after}
         result.drafts = delta["drafts"][0]

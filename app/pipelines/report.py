@@ -49,6 +49,11 @@ def verdict(results: dict[str, Any]) -> str:
     speedup = bench["speedup"]
     length = f"an acceptance length of {bench['acceptance_length']:.2f}"
     at = f"at {bench['concurrency']} requests at once"
+    if not bench["comparable"]:
+        return (
+            f"The draft is accepted, with {length}; the speeds cannot be compared, because other programs took the"
+            " processor while they were measured."
+        )
     if speedup >= 1.02:
         return f"The draft serves {speedup:.2f} times as fast as no draft {at}, with {length}."
     if speedup <= 0.98:

@@ -42,8 +42,16 @@ def test_acceptance_follows_the_one_definition_and_differences_are_shown() -> No
     ("speedup", "words"), [(1.5, "1.50 times as fast"), (0.5, "2.00 times slower"), (1.0, "neither gains nor loses")]
 )
 def test_the_verdict_says_what_was_measured(speedup: float, words: str) -> None:
-    bench = {"speedup": speedup, "acceptance_length": 2.1, "concurrency": 8}
+    bench = {"speedup": speedup, "acceptance_length": 2.1, "concurrency": 8, "comparable": True}
     assert words in verdict({"bench": bench})
+
+
+def test_a_busy_machine_is_no_speed_up() -> None:
+    even = compare(replace(BASE, cpu_share=0.9), replace(DRAFT, cpu_share=0.8), 3)
+    assert even["comparable"]
+    busy = compare(replace(BASE, cpu_share=0.1), replace(DRAFT, cpu_share=0.9), 3)
+    assert not busy["comparable"]
+    assert "cannot be compared" in verdict({"bench": busy | {"concurrency": 8}})
 
 
 def report_data(source: str) -> dict[str, Any]:
