@@ -10,6 +10,7 @@ from typing import Any
 from app.config import RayConfig
 from app.errors import UserError
 from app.jobs import job_env_vars
+from app.redact import is_secret_name
 
 log = logging.getLogger("draftmill")
 
@@ -112,4 +113,5 @@ def _passed_on() -> dict[str, str]:
         "AWS_REGION",
         "AWS_DEFAULT_REGION",
     )
-    return {k: v for k, v in os.environ.items() if k.startswith(("DRAFTMILL_", "VLLM_")) or k in names}
+    ours = {k: v for k, v in os.environ.items() if k.startswith(("DRAFTMILL_", "VLLM_")) or k in names}
+    return {k: v for k, v in ours.items() if not is_secret_name(k.lower())}

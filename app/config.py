@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -15,11 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from app.errors import UserError
 from app.redact import find_secrets
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class Section(BaseModel):
     """A part of the configuration: unknown keys are errors, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class TargetConfig(Section):
@@ -49,7 +51,7 @@ class SourceConfig(Section):
 
     @property
     def label(self) -> str:
-        return self.name or Path(self.path).stem
+        return self.name or Path(self.path.partition("?")[0]).stem
 
 
 class GenerateConfig(Section):
@@ -105,7 +107,7 @@ class TrainConfig(Section):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_ratio: float = Field(0.02, ge=0, lt=1, description="share of the steps")
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     grad_clip: float = Field(0.5, gt=0, description="global norm")
     unroll_steps: int = Field(7, gt=0, le=16, description="K")
     step_decay: float = Field(0.8, gt=0, le=1, description="w, weight of unroll step k is w^k")

@@ -12,6 +12,24 @@ from app.errors import RowError
 from app.target import Renderer
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+# Parameters of apply_chat_template itself: a row may fill the template's variables, not these.
+RESERVED_KWARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+_WHOLE = ("top_k", "max_new_tokens")
 _SAMPLING = {"temperature": (0.0, 1e3), "top_p": (1e-9, 1.0), "top_k": (-1, 1e9), "max_new_tokens": (1, 1e9)}
 
 
@@ -59,11 +77,14 @@ def parse_row(row: Any, system_prompt: str | None, use: str) -> Conversation:
             messages = messages[:-1]
     elif not any(m["role"] == "assistant" for m in messages):
         raise RowError("no_target_turn", "taken as it is, but no assistant turn")
+    template_kwargs = _mapping(row, "template_kwargs")
+    if taken := sorted(RESERVED_KWARGS & template_kwargs.keys()):
+        raise RowError("bad_template_kwargs", f"{', '.join(taken)} cannot be set by a row")
     domain = row.get("domain")
     return Conversation(
         messages=messages,
         domain=domain if isinstance(domain, str) and domain else None,
-        template_kwargs=_mapping(row, "template_kwargs"),
+        template_kwargs=template_kwargs,
         sampling=_sampling(_mapping(row, "sampling")),
     )
 
@@ -120,6 +141,8 @@ def _sampling(values: dict[str, Any]) -> dict[str, Any]:
         low, high = _SAMPLING[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise RowError("bad_sampling", f"{key} = {value!r} is outside {low:g}..{high:g}")
+        if key in _WHOLE and value != int(value):
+            raise RowError("bad_sampling", f"{key} = {value!r} is not a whole number")
     return values
 
 

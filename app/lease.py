@@ -60,7 +60,7 @@ class Lease:
             UserError: a living driver holds the folder.
         """
         current = self._store.read_json(_PATH)
-        if current is not None:
+        if isinstance(current, dict) and str(current.get("pid", "")).isdigit():
             self._refuse_if_alive(current)
             log.info("took over the run folder from a driver that ended (pid %s)", current.get("pid"))
         self._write()

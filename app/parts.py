@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from app.storage import Store, file_sha256
+from app.storage import Store, explained, file_sha256
 
 PARTS = "generate/parts"
 FORMAT_VERSION = 1
@@ -176,7 +176,8 @@ def _commit_file(store: Store, name: str, suffix: str, write: Any) -> dict[str, 
     """Write a data file beside its place, then name it by its checksum."""
     scratch = store.scratch() / f"{name}.{suffix}.tmp-{torch.randint(1 << 62, (1,)).item():x}"
     try:
-        write(scratch)
+        with explained(store.url):
+            write(scratch)
         digest, size = file_sha256(scratch), scratch.stat().st_size
         final = f"{name}-{digest[:8]}.{suffix}"
         store.put(scratch, f"{PARTS}/{final}")
@@ -191,9 +192,11 @@ def read_entry(store: Store, part: int) -> PartEntry | None:
     if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
         return None
     try:
-        return PartEntry(**data)
-    except TypeError:
+        entry = PartEntry(**data)
+        whole = all({"name", "size", "sha256"} <= entry.files[kind].keys() for kind in ("rows", "states"))
+    except (TypeError, KeyError, AttributeError):
         return None
+    return entry if whole else None
 
 
 def entry_fault(store: Store, entry: PartEntry, key: str, verify: str) -> str | None:
@@ -241,11 +244,18 @@ def committed_parts(store: Store, keys: dict[int, str], verify: str) -> tuple[di
     return valid, bad
 
 
-def remove_orphans(store: Store, valid: dict[int, PartEntry]) -> int:
-    """Delete data files and entries that no valid entry names; returns their number."""
+def remove_orphans(store: Store, valid: dict[int, PartEntry] | None = None) -> int:
+    """Delete data files and entries that no entry of `valid` names; returns their number.
+
+    Without `valid` every readable entry counts: what a killed writer left goes, captures of other settings stay.
+    """
+    names = store.files(PARTS)
+    if valid is None:
+        numbers = [int(n[5:-5]) for n in names if n.startswith("part-") and n.endswith(".json") and n[5:-5].isdigit()]
+        valid = {p: e for p in numbers if (e := read_entry(store, p)) is not None}
     wanted = {str(f["name"]) for e in valid.values() for f in e.files.values()}
     wanted |= {f"{part_name(p)}.json" for p in valid}
-    orphans = [n for n in store.files(PARTS) if n not in wanted]
+    orphans = [n for n in names if n not in wanted]
     for name in orphans:
         store.delete(f"{PARTS}/{name}")
     return len(orphans)

@@ -182,6 +182,7 @@ def run_pipeline(config: Config, stages: list[Stage]) -> dict[str, dict[str, Any
         UserError: something a person can mend; the run resumes from there.
     """
     run = RunFolder(config.run_dir, config.storage.options)
+    refuse_foreign_folder(run)
     with _terminated_cleanly(), _run_log(run):
         lease = Lease(run.store, config.storage.lease_timeout_s)
         lease.acquire()
@@ -202,6 +203,26 @@ def run_pipeline(config: Config, stages: list[Stage]) -> dict[str, dict[str, Any
             if not connected:
                 disconnect()
             lease.release()
+
+
+def refuse_foreign_folder(run: RunFolder) -> None:
+    """A run cleans up after itself, so it must not live among other people's files.
+
+    Raises:
+        UserError: the folder holds something and is no run folder.
+    """
+    names = {*run.store.files(), *run.store.folders()} - {"logs", "tmp", "lease.json"}
+    if not names:
+        return
+    try:
+        ours = b"run_dir:" in run.store.read_bytes("config.yaml")
+    except FileNotFoundError:
+        ours = False
+    if not ours:
+        raise UserError(
+            f"run_dir {run.url} holds other files ({', '.join(sorted(names)[:3])}) and no config.yaml of a run;"
+            " give it a folder of its own"
+        )
 
 
 @contextlib.contextmanager
@@ -236,7 +257,10 @@ def _run_log(run: RunFolder) -> Iterator[None]:
             raise UserError(f"run_dir {run.url} cannot be made: {error.strerror}") from error
     else:
         path = Path(tempfile.gettempdir()) / f"draftmill-{os.getpid()}-{stamp}.log"
-    handler = logging.FileHandler(path, encoding="utf-8")
+    try:
+        handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"run_dir {run.url} cannot be written: {error.strerror}") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.addFilter(RedactingFilter())
     log.addHandler(handler)

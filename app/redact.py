@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 _SECRET_KEY = re.compile(
-    r"(^|[_\-.])(secret|password|passwd|token|api_?key|access_?key|credential)s?($|[_\-.])",
+    r"(^|[_\-.])(secret|password|passwd|token|key|auth|credential|connection_string)s?($|[_\-.])",
     re.I,
 )
 # Key names that hold the word but no secret.
@@ -14,7 +14,8 @@ _HARMLESS_KEY = re.compile(r"tokens|token_id|tokenizer|^pad_token|^eos_token|^bo
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_\-]{20,}|AKIA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{30,}|xox[baprs]-[A-Za-z0-9\-]{10,})"
 )
-_URL_USERINFO = re.compile(r"(\b[a-z][a-z0-9+.\-]*://)[^/@\s:]+:[^/@\s]+@", re.I)
+_URL_USERINFO = re.compile(r"(\b[a-z][a-z0-9+.\-]*://)[^/@\s]+@", re.I)
+_URL_QUERY = re.compile(r"([?&][^=&\s]*(?:token|signature|sig|key|secret|credential|password)[^=&\s]*=)[^&\s*]+", re.I)
 
 
 def find_secrets(data: Any, path: str = "") -> list[str]:
@@ -23,8 +24,7 @@ def find_secrets(data: Any, path: str = "") -> list[str]:
     if isinstance(data, dict):
         for key, value in data.items():
             here = f"{path}.{key}" if path else str(key)
-            named = _SECRET_KEY.search(str(key)) and not _HARMLESS_KEY.search(str(key))
-            if named and isinstance(value, str) and value:
+            if is_secret_name(str(key)) and isinstance(value, str) and value:
                 found.append(here)
             else:
                 found += find_secrets(value, here)
@@ -38,4 +38,10 @@ def find_secrets(data: Any, path: str = "") -> list[str]:
 
 def redact(text: str) -> str:
     """`text` with keys, tokens and passwords in URLs replaced by ***."""
-    return _URL_USERINFO.sub(r"\1***@", _SECRET_VALUE.sub("***", text))
+    text = _URL_QUERY.sub(r"\1***", _SECRET_VALUE.sub("***", text))
+    return _URL_USERINFO.sub(r"\1***@", text)
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a setting or variable of this name holds a secret."""
+    return bool(_SECRET_KEY.search(name)) and not _HARMLESS_KEY.search(name)

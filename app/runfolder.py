@@ -55,6 +55,8 @@ class RunFolder:
         data = self.store.read_json(f"{stage}/manifest.json")
         if not isinstance(data, dict) or data.get("manifest_version") != MANIFEST_VERSION:
             return None
+        if not all(isinstance(data.get(k), dict) for k in ("config", "inputs", "outputs", "counts", "seeds", "extra")):
+            return None
         try:
             return Manifest(**data)
         except TypeError:

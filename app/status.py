@@ -28,7 +28,7 @@ def status_lines(run: str, overrides: list[str]) -> list[str]:
     ctx = StageContext(config, folder)
     lines = [f"run {folder.url}"]
     lease = folder.store.read_json("lease.json")
-    if lease:
+    if isinstance(lease, dict):
         lines.append(f"held by pid {lease.get('pid')} on {str(lease.get('host')).split(':')[0]}")
     redo: set[str] = set()
     for stage in STAGES:
@@ -57,6 +57,8 @@ def _config_of(run: str, overrides: list[str]) -> Config:
     folder = RunFolder(run)
     try:
         data = yaml.safe_load(folder.store.read_bytes("config.yaml"))
-    except FileNotFoundError as error:
+        if not isinstance(data, dict):
+            raise FileNotFoundError
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{run} is no run folder: it has no config.yaml; give a run folder or a YAML file") from error
     return parse_config(apply_overrides({**data, "run_dir": folder.url}, overrides), f"{run}/config.yaml")

@@ -33,7 +33,7 @@ class Store:
         if "://" not in url:
             url = str(Path(url).expanduser().absolute())
         self.url = url.rstrip("/")
-        with _explained(self.url):
+        with explained(self.url):
             self._fs, self.root = fsspec.core.url_to_fs(self.url, **_fs_options(self.url, self.options))
         self.root = self.root.rstrip("/")
 
@@ -61,20 +61,20 @@ class Store:
         return Store(f"{self.url}/{path}", self.options)
 
     def exists(self, path: str) -> bool:
-        with _explained(self.url):
+        with explained(self.url):
             return bool(self._fs.exists(self.full(path)))
 
     def size(self, path: str) -> int | None:
         """Bytes of `path`, or None where it is absent."""
         try:
-            with _explained(self.url):
+            with explained(self.url):
                 return int(self._fs.info(self.full(path))["size"])
         except FileNotFoundError:
             return None
 
     def files(self, path: str = "") -> list[str]:
         """Names of the files directly in folder `path`, sorted; empty when the folder is absent."""
-        with _explained(self.url):
+        with explained(self.url):
             self._fs.invalidate_cache(self.full(path))
             try:
                 entries = self._fs.ls(self.full(path), detail=True)
@@ -84,7 +84,7 @@ class Store:
 
     def folders(self, path: str = "") -> list[str]:
         """Names of the folders directly in folder `path`, sorted."""
-        with _explained(self.url):
+        with explained(self.url):
             self._fs.invalidate_cache(self.full(path))
             try:
                 entries = self._fs.ls(self.full(path), detail=True)
@@ -93,7 +93,7 @@ class Store:
         return sorted(e["name"].rstrip("/").rsplit("/", 1)[-1] for e in entries if e["type"] == "directory")
 
     def read_bytes(self, path: str) -> bytes:
-        with _explained(self.url), self._fs.open(self.full(path), "rb") as handle:
+        with explained(self.url), self._fs.open(self.full(path), "rb") as handle:
             data: bytes = handle.read()
         return data
 
@@ -110,7 +110,7 @@ class Store:
         Raises:
             UserError: no space, no permission, or the store cannot be reached.
         """
-        with _explained(self.url):
+        with explained(self.url):
             full = self.full(path)
             if not self.is_local:
                 self._fs.pipe_file(full, data)
@@ -139,7 +139,7 @@ class Store:
         Raises:
             UserError: as `write_bytes`.
         """
-        with _explained(self.url):
+        with explained(self.url):
             full = self.full(path)
             if not self.is_local:
                 self._fs.put_file(str(local), full)
@@ -161,7 +161,7 @@ class Store:
         """A local folder for files on their way in: inside a local store, else in the temporary folder."""
         if self.is_local:
             folder = Path(self.root) / "tmp"
-            with _explained(self.url):
+            with explained(self.url):
                 folder.mkdir(parents=True, exist_ok=True)
             return folder
         return Path(tempfile.gettempdir())
@@ -171,7 +171,7 @@ class Store:
         """A local path to write to; moved to `path` when the block ends well, removed when it does not."""
         temp = self.scratch() / f"{path.rsplit('/', 1)[-1]}{_TEMP_MARK}{uuid.uuid4().hex[:8]}"
         try:
-            with _explained(self.url):
+            with explained(self.url):
                 yield temp
             self.put(temp, path)
         finally:
@@ -188,7 +188,7 @@ class Store:
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             temp = copy.with_name(f"{copy.name}{_TEMP_MARK}{uuid.uuid4().hex[:8]}")
-            with _explained(self.url):
+            with explained(self.url):
                 self._fs.get_file(self.full(path), str(temp))
             os.replace(temp, copy)
         return copy
@@ -205,14 +205,14 @@ class Store:
     def sha256(self, path: str) -> str:
         """Hex digest of the content of `path`."""
         digest = hashlib.sha256()
-        with _explained(self.url), self._fs.open(self.full(path), "rb", block_size=_CHUNK) as handle:
+        with explained(self.url), self._fs.open(self.full(path), "rb", block_size=_CHUNK) as handle:
             while chunk := handle.read(_CHUNK):
                 digest.update(chunk)
         return digest.hexdigest()
 
     def delete(self, path: str) -> None:
         """Remove a file or a folder with all it holds; nothing happens where it is absent."""
-        with _explained(self.url), contextlib.suppress(FileNotFoundError):
+        with explained(self.url), contextlib.suppress(FileNotFoundError):
             self._fs.rm(self.full(path), recursive=True)
 
     def remove_temporary(self) -> int:
@@ -220,9 +220,12 @@ class Store:
         if not self.is_local or not os.path.isdir(self.root):
             return 0
         count = 0
-        for path in Path(self.root).rglob(f"*{_TEMP_MARK}*"):
+        for path in list(Path(self.root).rglob(f"*{_TEMP_MARK}*")):
             with contextlib.suppress(OSError):
-                path.unlink()
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
                 count += 1
         return count
 
@@ -253,7 +256,7 @@ def _sync_folder(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def _explained(url: str) -> Iterator[None]:
+def explained(url: str) -> Iterator[None]:
     """Turns faults of the storage that a person can mend into UserError."""
     try:
         yield
@@ -276,9 +279,15 @@ def _explained(url: str) -> Iterator[None]:
             raise UserError(
                 f"{url}: no space left on the device; free some or move run_dir, then run the same command again"
             ) from error
+        if error.errno == errno.EROFS:
+            raise UserError(f"{url}: the file system is read-only; move run_dir") from error
         raise
     except Exception as error:
         kind = type(error).__name__
+        if "os error 28" in str(error):  # how safetensors says it
+            raise UserError(
+                f"{url}: no space left on the device; free some or move run_dir, then run the same command again"
+            ) from error
         if kind in ("NoCredentialsError", "EndpointConnectionError", "ConnectTimeoutError"):
             raise UserError(
                 f"{url}: {error}; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, for an S3 of your own,"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from app.engine.host_memory import host_memory
 
 _GROWTH = 1024  # rows added when a request outgrows the capacity it was opened with
 
@@ -17,32 +20,43 @@ class MissingStates(Exception):
     """Positions of a request were never captured."""
 
 
+@dataclass(slots=True)  # not frozen: hundreds are made every step, and that would triple the cost
+class Piece:
+    """Rows `first`..`first + count - 1` of a step's batch are positions start.. of request `key`."""
+
+    key: str
+    start: int
+    first: int
+    count: int
+    capacity: int  # positions the request may reach
+
+
 class _Slot:
     """The rows of one request: position p lies at row p, whatever order and however often it arrives."""
 
     def __init__(self, capacity: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        # Pages of the part no position reaches are never touched, so a generous capacity costs no memory.
-        self.rows = torch.empty((capacity, *shape), dtype=dtype)  # [capacity, K, H]
-        self.present = torch.zeros(capacity, dtype=torch.bool)  # [capacity]
+        # Pages of the part no position reaches are not touched: a generous capacity costs little memory.
+        self.rows = host_memory.empty((capacity, *shape), dtype)  # [capacity, K, H]
+        self.present = bytearray(capacity)  # 1 where the position has arrived
 
-    def write(self, start: int, piece: Tensor) -> None:
-        end = start + piece.shape[0]
+    def place(self, start: int, count: int) -> Tensor:
+        """Where positions start..start+count-1 belong, [count, K, H]; call `arrived` once they are there."""
+        end = start + count
         if end > self.rows.shape[0]:
             more = max(end - self.rows.shape[0], _GROWTH)
             self.rows = torch.cat([self.rows, self.rows.new_empty((more, *self.rows.shape[1:]))])
-            self.present = torch.cat([self.present, self.present.new_zeros(more)])
-        self.rows[start:end] = piece
-        self.present[start:end] = True
+            self.present.extend(bytes(more))
+        return self.rows[start:end]
+
+    def arrived(self, start: int, count: int) -> None:
+        self.present[start : start + count] = b"\1" * count
 
     def missing(self, count: int) -> str | None:
         """The positions of 0..count-1 that never arrived, in words, or None."""
-        present = self.present[:count]
-        if present.shape[0] == count and bool(present.all()):
+        present = self.present[:count].ljust(count, b"\0")
+        if 0 not in present:
             return None
-        holes = torch.ones(count, dtype=torch.bool)
-        holes[: present.shape[0]] = ~present
-        where = holes.nonzero().flatten()  # [number missing]
-        return f"{len(where)} of the positions {int(where[0])}..{int(where[-1])}"
+        return f"{present.count(0)} of the positions {present.find(0)}..{present.rfind(0)}"
 
 
 class CaptureStore:
@@ -84,17 +98,32 @@ class CaptureStore:
 
         `capacity` is the number of positions the request is expected to reach.
         """
+        self.write_batch(piece, [Piece(key, start, 0, piece.shape[0], capacity)])
+
+    def write_batch(self, rows: Tensor, pieces: Sequence[Piece]) -> None:
+        """Store the rows of a step's batch, [tokens, K, H] (CPU), that `pieces` describe.
+
+        One call for all of them: at hundreds of requests a step the lock and each turn of the interpreter's
+        lock, which the engine's thread needs as well, would cost more than the copying.
+        """
         with self._changed:
-            if key in self._taken:
-                return
-            slot = self._slots.get(key)
-            if slot is None:
-                # Ordinary tensors even inside inference mode: whoever takes them may train on them.
-                with torch.inference_mode(False):
-                    slot = _Slot(max(capacity, start + piece.shape[0]), tuple(piece.shape[1:]), piece.dtype)
-                self._slots[key] = slot
+            found = [(p, self._slot(p, rows)) for p in pieces if p.key not in self._taken]
+        if not found:
+            return
         with torch.inference_mode():
-            slot.write(start, piece)
+            places = [slot.place(p.start, p.count) for p, slot in found]
+            torch._foreach_copy_(places, [rows[p.first : p.first + p.count] for p, _ in found])
+        for p, slot in found:
+            slot.arrived(p.start, p.count)
+
+    def _slot(self, piece: Piece, rows: Tensor) -> _Slot:
+        slot = self._slots.get(piece.key)
+        if slot is None:
+            # Ordinary tensors even inside inference mode: whoever takes them may train on them.
+            with torch.inference_mode(False):
+                slot = _Slot(max(piece.capacity, piece.start + piece.count), tuple(rows.shape[1:]), rows.dtype)
+            self._slots[piece.key] = slot
+        return slot
 
     def hold(self, key: str) -> None:
         """Request `key` will be taken: `forget` must leave its rows.
@@ -130,7 +159,8 @@ class CaptureStore:
                 self._taken.add(key)
         if slot.rows.shape[0] == count:
             return slot.rows
-        return slot.rows[:count].clone()  # what is kept, pickled or written is then no larger than its rows
+        # What is kept, pickled or written is no larger than its rows.
+        return host_memory.empty((count, *slot.rows.shape[1:]), slot.rows.dtype).copy_(slot.rows[:count])
 
     def forget(self, key: str) -> None:
         """The engine reports `key` as finished or aborted: drop what is left of it, unless it is held."""

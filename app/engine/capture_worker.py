@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from app.engine.capture_store import CaptureStore, StoreAccess, external_key, reset_stores
+from app.engine.capture_store import CaptureStore, Piece, StoreAccess, external_key, reset_stores
 
 CONFIG_KEY = "draftmill_layer_ids"  # in additional_config, and so in the key of vLLM's compile cache
 _CHUNK = 1024  # tokens per pinned buffer
@@ -28,17 +27,6 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker  # type: ignore[assignment]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows `first`..`first + count - 1` of a step's batch are positions start.. of request `key`."""
-
-    key: str
-    start: int
-    first: int
-    count: int
-    capacity: int  # positions the request may reach
 
 
 class HostCopier:
@@ -65,7 +53,7 @@ class HostCopier:
             high = min(low + _CHUNK, rows.shape[0])
             here = [_cut(p, low, high) for p in pieces if p.first < high and p.first + p.count > low]
             buffer = self._free.get()
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # the thread sleeps meanwhile: the host's cores have work
             with torch.cuda.stream(self._stream):
                 buffer[: high - low].copy_(rows[low:high], non_blocking=True)
                 event.record()
@@ -90,8 +78,7 @@ class HostCopier:
             fault: BaseException | None = None
             try:
                 event.synchronize()
-                for p in pieces:
-                    self._store.write(p.key, p.start, buffer[p.first : p.first + p.count], p.capacity)
+                self._store.write_batch(buffer, pieces)
             except BaseException as error:
                 fault = error
             self._free.put(buffer)
@@ -162,11 +149,11 @@ class CaptureWorker(StoreAccess, PlatformWorker):
         if self._stores.gives_embedding:
             s_0 = states.pop(0)
             if self._stores.embeddings is not None:
-                _write(self._stores.embeddings, s_0.unsqueeze(1).cpu(), pieces)
+                self._stores.embeddings.write_batch(s_0.unsqueeze(1).cpu(), pieces)
         # A copy of its own: the tensors may be buffers that the next graph replay overwrites.
         rows = torch.stack(states, dim=1)  # [tokens, K, H]
         if rows.device.type == "cpu":
-            _write(self._stores.states, rows, pieces)
+            self._stores.states.write_batch(rows, pieces)
             return
         if self._copier is None:
             self._copier = HostCopier(self._stores.states, tuple(rows.shape[1:]), rows.dtype)
@@ -179,7 +166,8 @@ class CaptureWorker(StoreAccess, PlatformWorker):
             starts[new.req_id] = new.num_computed_tokens
             prompt, sampling = new.prompt_token_ids or [], new.sampling_params
             limit = sampling.max_tokens if sampling is not None else None
-            self._capacity.setdefault(external_key(new.req_id), len(prompt) + (limit or 0))
+            # The last token is never fed. Exact, so that an answer of full length is handed over without a copy.
+            self._capacity.setdefault(external_key(new.req_id), len(prompt) + (limit or 1) - 1)
         cached = scheduler_output.scheduled_cached_reqs
         starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         batch = getattr(state, "input_batch", None)  # the V2 runner's state carries its batch
@@ -223,8 +211,3 @@ def _add_state(
     if layer_id in holder.aux_hidden_state_layers:
         states.append(hidden.clone() if residual is None else hidden + residual)
     return states
-
-
-def _write(store: CaptureStore, rows: Tensor, pieces: list[Piece]) -> None:
-    for p in pieces:
-        store.write(p.key, p.start, rows[p.first : p.first + p.count], p.capacity)

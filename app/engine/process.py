@@ -30,6 +30,9 @@ def prepare_process(cpu_threads: int | None = None) -> None:
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if on_gpu:
+        # To ask torch for GPUs, as above, rules out CUDA in forked workers.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch._library").setLevel(logging.ERROR)
     if not on_gpu:

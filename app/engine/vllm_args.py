@@ -78,6 +78,9 @@ def _extract_args(layer_ids: list[int]) -> dict[str, Any]:
     from vllm.config import KVTransferConfig
 
     return {
+        # vLLM 0.26 with asynchronous scheduling: once a proposed token is accepted (a token that repeats itself),
+        # the request emits a token twice and its states are filed one position off.
+        "async_scheduling": False,
         "speculative_config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,

@@ -187,10 +187,12 @@ class VllmEngine:
         prepare_process(self.spec.cpu_threads)  # on this thread: it does the arithmetic of a CPU engine
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         args = engine_args(self.spec, bool(current_platform.is_cpu()))
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**args))
+        # Sizes the batch as vllm.LLM does, for throughput: 16,384 tokens a step on a large GPU instead of 2,048.
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**args), usage_context=UsageContext.LLM_CLASS)
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
         self._rpc("start_capture")
         if args["distributed_executor_backend"] == "uni":

@@ -36,14 +36,21 @@ def run(ctx: StageContext) -> StageResult:
     valid, bad = committed_parts(store, keys, config.storage.verify)
     for part, reason in bad.items():
         log.warning("generate: part %d is made again: %s", part, reason)
-    removed = remove_orphans(store, valid)
+    removed = remove_orphans(store)
     if removed:
         log.info("generate: removed %d files of parts that were not committed", removed)
     if valid:
         log.info("generate: resumed, %d of %d parts are committed", len(valid), len(keys))
     todo = [p for p in keys if p not in valid]
+    rows = int(ctx.input("ingest").counts["kept"])
+    if rows <= config.evaluate.holdout:
+        raise UserError(
+            f"evaluate.holdout keeps {config.evaluate.holdout} conversations and ingest kept only {rows};"
+            " lower it or bring more prompts"
+        )
     if todo:
         _generate_parts(ctx, todo, keys, valid)
+        remove_orphans(store, valid)  # captures of other settings go only when these are whole
     entries = [valid[p] for p in sorted(valid)]
     return _result(ctx, entries)
 

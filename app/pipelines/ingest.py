@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from app.config import Config, SourceConfig
-from app.conversations import Conversation, Tokenised, parse_row, tokenise_as_is, tokenise_regenerate
+from app.conversations import RESERVED_KWARGS, Conversation, Tokenised, parse_row, tokenise_as_is, tokenise_regenerate
 from app.errors import RowError, UserError
 from app.parts import INGEST_SCHEMA, ingest_part_path
 from app.pipeline import StageContext, StageResult
@@ -142,9 +142,13 @@ def _parse_line(line: str) -> Any:
     except UnicodeEncodeError:
         return RowError("bad_encoding", "the line is not UTF-8")
     try:
-        return json.loads(line)
+        row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return RowError("bad_encoding", "the row holds half a surrogate pair")
     except (ValueError, RecursionError) as error:
         return RowError("bad_json", str(error)[:200])
+    return row
 
 
 def _source_files(source: SourceConfig) -> list[tuple[Any, str]]:
@@ -190,6 +194,8 @@ def _tokeniser(config: Config, target: TargetInfo) -> Any:
     regenerate = [s.label for s in config.sources if s.use == "regenerate"]
     if method == "engine" and as_is:
         raise UserError(f"capture.mask=engine fits regenerated sources only, and {as_is[0]} is taken as it is")
+    if taken := sorted(RESERVED_KWARGS & config.target.template_kwargs.keys()):
+        raise UserError(f"target.template_kwargs may not hold {', '.join(taken)}: draftmill sets these itself")
     renderer = Renderer(tokenizer, config.target.template_kwargs)
     if method == "generation_tags" and not renderer.has_generation_tags:
         raise UserError(

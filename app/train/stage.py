@@ -11,6 +11,7 @@ from app.config import Config
 from app.errors import UserError
 from app.pipeline import StageContext, StageResult
 from app.pipelines.vocab import load_vocab
+from app.runfolder import digest_of, flat_config
 from app.storage import Store
 from app.train import trainer
 from app.train.loop import FOLDER, SUMMARY, draft_config, train_loop_per_worker
@@ -33,7 +34,13 @@ def run(ctx: StageContext) -> StageResult:
     config, store = ctx.config, ctx.run.store
     entries = load_entries(ctx)
     shape = draft_config(ctx.target, config.train, list(ctx.layers), len(load_vocab(store).kept_ids))
-    inputs = {"generate": ctx.input("generate").digest, "vocab": ctx.input("vocab").digest}
+    shaping = flat_config(config, ("train", "evaluate.holdout", "evaluate.holdout_seed"), EXECUTION_KEYS)
+    # Checkpoints of other settings must never be taken for this training's: the newest one is exported.
+    inputs = {
+        "generate": ctx.input("generate").digest,
+        "vocab": ctx.input("vocab").digest,
+        "settings": digest_of([shaping, shape.model_dump(mode="json")]),
+    }
     if store.read_json(_INPUTS) != inputs:
         store.delete(FOLDER)
         store.write_json(_INPUTS, inputs)

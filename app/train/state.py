@@ -21,7 +21,7 @@ from torch import Tensor
 
 from app.draft_config import DraftConfig
 from app.errors import UserError
-from app.storage import Store
+from app.storage import Store, file_sha256
 from app.train.draft import Eagle3Draft
 
 log = logging.getLogger("draftmill")
@@ -65,7 +65,7 @@ def load_latest(store: Store, fingerprint: str) -> SavedState | None:
     for name in sorted(store.folders(FOLDER), reverse=True):
         folder = f"{FOLDER}/{name}"
         meta = store.read_json(f"{folder}/state.json")
-        if meta is None:
+        if not isinstance(meta, dict) or not {"fingerprint", "sizes", "sha256", "step"} <= meta.keys():
             continue
         if meta["fingerprint"] != fingerprint:
             log.warning("training: %s/%s was made with other data or settings and is not used", store.url, folder)
@@ -152,19 +152,21 @@ class Metrics:
 
 def _commit(store: Store, folder: str, files: dict[str, dict[str, Tensor]], meta: dict[str, Any]) -> None:
     store.delete(f"{folder}/state.json")
-    sizes = {}
+    sizes, digests = {}, {}
     for name, tensors in files.items():
         path = f"{folder}/{name}.safetensors"
         with store.staged(path) as local:
             save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, local)
-            sizes[name] = local.stat().st_size
+            sizes[name], digests[name] = local.stat().st_size, file_sha256(local)
         if store.size(path) != sizes[name]:
             raise UserError(f"{store.url}/{path} was not written whole; is the storage full?")
-    store.write_json(f"{folder}/state.json", {**meta, "sizes": sizes})
+    store.write_json(f"{folder}/state.json", {**meta, "sizes": sizes, "sha256": digests})
 
 
 def _read(store: Store, folder: str, name: str, meta: dict[str, Any]) -> dict[str, Tensor]:
     path = f"{folder}/{name}.safetensors"
     if store.size(path) != meta["sizes"][name]:
         raise ValueError(f"{path} has another size than when it was written")
+    if file_sha256(store.local(path)) != meta["sha256"][name]:
+        raise ValueError(f"{path} does not match its checksum")
     return load_file(store.local(path))
