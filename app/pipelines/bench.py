@@ -165,7 +165,12 @@ def compare(baseline: Served, served: Served, num_draft_tokens: int) -> dict[str
 
 
 def _comparable(baseline: Served, served: Served) -> bool:
-    """Whether both runs had the processor alike; other programs' work would read as the draft's gain or loss."""
+    """Whether both runs had the processor alike; other programs' work would read as the draft's gain or loss.
+
+    No draft gains more than its acceptance length.
+    """
+    if served.tokens_per_second / baseline.tokens_per_second > 1.05 * (1 + served.accepted / served.drafts):
+        return False
     if not baseline.cpu_share or not served.cpu_share:
         return True
     return max(baseline.cpu_share, served.cpu_share) < 1.3 * min(baseline.cpu_share, served.cpu_share)
