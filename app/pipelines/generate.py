@@ -141,6 +141,11 @@ def _check_resources(config: Config, gpus: int) -> None:
     import ray
 
     resources = ray.cluster_resources()
+    if gpus > 1:
+        raise UserError(
+            f"generate.tensor_parallel is {gpus}: capture with an engine spread over several GPUs hangs in this version;"
+            " set it to 1 and use generate.replicas for more GPUs"
+        )
     if gpus:
         need, have = gpus * config.generate.replicas, resources.get("GPU", 0)
         if need > have:
