@@ -143,7 +143,7 @@ def _check_resources(config: Config, gpus: int) -> None:
     resources = ray.cluster_resources()
     if gpus > 1:
         raise UserError(
-            f"generate.tensor_parallel is {gpus}: capture with an engine spread over several GPUs hangs in this version;"
+            f"generate.tensor_parallel is {gpus}: capture with one engine on several GPUs hangs in this version;"
             " set it to 1 and use generate.replicas for more GPUs"
         )
     if gpus:
