@@ -99,7 +99,7 @@ def cause_of(error: BaseException) -> BaseException:
         if isinstance(current, UserError):
             return current
         queue += [getattr(current, "cause", None), current.__cause__, current.__context__]
-        queue += list(getattr(current, "worker_failures", {}).values()) if hasattr(current, "worker_failures") else []
+        queue += list(getattr(current, "worker_failures", {}).values())
     return error
 
 

@@ -255,6 +255,10 @@ def _sync_folder(folder: str) -> None:
         os.close(fd)
 
 
+def _no_space(url: str) -> UserError:
+    return UserError(f"{url}: no space left on the device; free some or move run_dir, then run the same command again")
+
+
 @contextlib.contextmanager
 def explained(url: str) -> Iterator[None]:
     """Turns faults of the storage that a person can mend into UserError."""
@@ -276,18 +280,14 @@ def explained(url: str) -> Iterator[None]:
         raise
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"{url}: no space left on the device; free some or move run_dir, then run the same command again"
-            ) from error
+            raise _no_space(url) from error
         if error.errno == errno.EROFS:
             raise UserError(f"{url}: the file system is read-only; move run_dir") from error
         raise
     except Exception as error:
         kind = type(error).__name__
         if "os error 28" in str(error):  # how safetensors says it
-            raise UserError(
-                f"{url}: no space left on the device; free some or move run_dir, then run the same command again"
-            ) from error
+            raise _no_space(url) from error
         if kind in ("NoCredentialsError", "EndpointConnectionError", "ConnectTimeoutError"):
             raise UserError(
                 f"{url}: {error}; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, for an S3 of your own,"

@@ -49,10 +49,10 @@ def run(ctx: StageContext) -> StageResult:
             " lower it or bring more prompts"
         )
     if todo:
-        _generate_parts(ctx, todo, keys, valid)
+        _generate_parts(ctx, todo, keys, valid, rows)
         remove_orphans(store, valid)  # captures of other settings go only when these are whole
     entries = [valid[p] for p in sorted(valid)]
-    return _result(ctx, entries)
+    return _result(ctx, entries, rows)
 
 
 def unfinished(ctx: StageContext) -> str | None:
@@ -72,7 +72,9 @@ def outside(ctx: StageContext) -> dict[str, str]:
     }
 
 
-def _generate_parts(ctx: StageContext, todo: list[int], keys: dict[int, str], valid: dict[int, PartEntry]) -> None:
+def _generate_parts(
+    ctx: StageContext, todo: list[int], keys: dict[int, str], valid: dict[int, PartEntry], rows: int
+) -> None:
     """Run the engine actors over `todo`; commits arrive in `valid` as they are made."""
     import ray.data
 
@@ -101,7 +103,6 @@ def _generate_parts(ctx: StageContext, todo: list[int], keys: dict[int, str], va
     )
     started = time.monotonic()
     tokens = 0
-    rows = int(ctx.input("ingest").counts["kept"])
     reasons = _reasons(valid.values())
     log.info("generate: %d parts to make on %d engine(s)", len(todo), replicas)
     try:
@@ -213,7 +214,7 @@ def _check_errors(reasons: Counter[str], rows: int, ctx: StageContext) -> None:
         )
 
 
-def _result(ctx: StageContext, entries: list[PartEntry]) -> StageResult:
+def _result(ctx: StageContext, entries: list[PartEntry], rows: int) -> StageResult:
     tokens: Counter[str] = Counter()
     reasons = _reasons(entries)
     finishes: Counter[str] = Counter()
@@ -223,7 +224,7 @@ def _result(ctx: StageContext, entries: list[PartEntry]) -> StageResult:
         finishes.update(e.finish_reasons)
     rows_in = sum(e.rows_in for e in entries)
     kept = sum(e.conversations for e in entries)
-    _check_errors(reasons, int(ctx.input("ingest").counts["kept"]), ctx)
+    _check_errors(reasons, rows, ctx)
     if cut_short:
         log.warning("generate: %d conversations stop before their last turn; the part entries say why", cut_short)
     if kept == 0:
