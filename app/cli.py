@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("-v", "--verbose", action="store_true", help="more log lines")
     configured = argparse.ArgumentParser(add_help=False, parents=[common])
     configured.add_argument("config", help="YAML file of the run")
-    configured.add_argument("overrides", nargs="*", metavar="section.key=value", help="values over the file's")
+    configured.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="values over the file's"
+    )
     configured.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     all_stages = verbs.add_parser("run", parents=[configured], help="do every stage that is not up to date")
@@ -68,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         verb.set_defaults(function=_run_stage)
     status = verbs.add_parser("status", parents=[common], help="what of a run is done, what is stale and why")
     status.add_argument("run", help="run folder, or the YAML file of the run")
-    status.add_argument("overrides", nargs="*", metavar="section.key=value", help="what would be stale with these")
+    status.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="as they would be given")
     status.set_defaults(function=_status)
     submit = verbs.add_parser("submit", parents=[configured], help="submit the run to a Ray cluster as a job")
     submit.add_argument("--address", help="dashboard of the cluster, http://HOST:8265 (default: RAY_ADDRESS)")
@@ -134,6 +136,7 @@ def _configure_logging(verbose: bool) -> None:
         handler.addFilter(RedactingFilter())
         log.addHandler(handler)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a late clean-up must not start a second cluster
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     # Progress is plain lines; Ray's own bars would break them up.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from app.config import RayConfig
@@ -24,7 +28,7 @@ _WORKER_ENV = {
 
 
 def connect(config: RayConfig) -> None:
-    """Connect this process to Ray; nothing happens where it is connected.
+    """Connect this process to Ray; nothing happens where it is connected. Signal handlers stay as they are.
 
     Raises:
         UserError: the address named cannot be reached.
@@ -33,6 +37,13 @@ def connect(config: RayConfig) -> None:
 
     if ray.is_initialized():
         return
+    with _own_signal_handlers():
+        _init(config)
+
+
+def _init(config: RayConfig) -> None:
+    import ray
+
     address = config.address or ("auto" if os.environ.get("RAY_ADDRESS") else None)
     env_vars = {k: v for k, v in {**_WORKER_ENV, **_passed_on()}.items() if k not in job_env_vars()}
     common: dict[str, Any] = {
@@ -64,6 +75,38 @@ def connect(config: RayConfig) -> None:
     url = ray.get_runtime_context().gcs_address
     dashboard = getattr(ray._private.worker._global_node, "webui_url", None)
     log.info("started a local Ray cluster (%s)%s", url, f", dashboard http://{dashboard}" if dashboard else "")
+
+
+@contextlib.contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Ray's driver ends the process on SIGTERM where it stands; ours gives the run folder back first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def is_local() -> bool:
+    """Whether the connected cluster is one this process started."""
+    import ray
+
+    node = ray._private.worker._global_node
+    return bool(node is not None and node.head)
+
+
+def log_in_worker() -> None:
+    """Our log lines from a Ray worker, once, with their time."""
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False  # Ray's own handlers would print every line a second time
 
 
 def is_connected() -> bool:

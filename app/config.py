@@ -193,6 +193,11 @@ class Config(Section):
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:
             raise ValueError(f"sources share the name {twice[0]!r}; give each its own `name`")
+        if self.generate.max_new_tokens >= self.generate.max_length:
+            raise ValueError(
+                f"generate.max_new_tokens ({self.generate.max_new_tokens}) leaves no room for a prompt in"
+                f" generate.max_length ({self.generate.max_length}); lower the one or raise the other"
+            )
         return self
 
     def to_yaml(self) -> str:
@@ -293,7 +298,7 @@ def _explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         known = _fields_at(location[:-1])
         close = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+        hint = f"did you mean {'.'.join([*location[:-1], close[0]])!r}?" if close else f"known keys: {', '.join(known)}"
         return f"unknown key {key!r}; {hint}"
     if error["type"] == "missing":
         return f"{key!r} is missing"

@@ -69,7 +69,9 @@ def submit(config: Config, config_path: str, overrides: list[str], address: str 
     run_dir = settle_run_dir(config).run_dir
     kept = [o for o in overrides if not o.startswith("run_dir=")]
     command = ["python", "-m", "app", "run", str(inside), *kept, f"run_dir={run_dir}"]
+    address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
     client = _client(address)
+    address = client.get_address()
     job = client.submit_job(
         entrypoint=shlex.join(command),
         runtime_env={
@@ -78,11 +80,12 @@ def submit(config: Config, config_path: str, overrides: list[str], address: str 
         },
         metadata={"run_dir": run_dir, "verb": "run"},
     )
-    print(f"submitted {job}; run folder {run_dir}")
+    print(f"submitted {job} to {address}; run folder {run_dir}")
+    hint = f"RAY_AUTH_MODE=token ray job logs --address {address} --follow {job}"
     if not follow:
-        print(f"follow it with: RAY_AUTH_MODE=token ray job logs --follow {job}")
+        print(f"follow it with: {hint}")
         return 0
-    return _follow(client, job)
+    return _follow(client, job, hint)
 
 
 def _client(address: str | None) -> Any:
@@ -90,7 +93,6 @@ def _client(address: str | None) -> Any:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     from ray.job_submission import JobSubmissionClient
 
-    address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
     try:
         return JobSubmissionClient(address)
     except Exception as error:
@@ -101,7 +103,7 @@ def _client(address: str | None) -> Any:
         ) from error
 
 
-def _follow(client: Any, job: str) -> int:
+def _follow(client: Any, job: str, hint: str) -> int:
     import asyncio
 
     async def tail() -> None:
@@ -111,7 +113,7 @@ def _follow(client: Any, job: str) -> int:
     try:
         asyncio.run(tail())
     except KeyboardInterrupt:
-        print(f"\n{job} goes on; follow it again with: ray job logs --follow {job}")
+        print(f"\n{job} goes on; follow it again with: {hint}")
         return 0
     status = str(client.get_job_status(job))
     print(f"{job}: {status}")

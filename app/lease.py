@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,38 @@ def process_start(pid: int) -> str | None:
     return None if fields[0] == "Z" else fields[19]
 
 
+@dataclass(frozen=True)
+class Holder:
+    """A living driver of a run folder."""
+
+    pid: int
+    host: str
+    here: bool  # on this host
+    age: float  # seconds since its last heartbeat
+    stage: str | None  # that it works on
+
+
+def holder_of(lease: Any) -> Holder | None:
+    """Who holds a folder with this content of `lease.json`; None when nobody living does."""
+    if not isinstance(lease, dict) or not str(lease.get("pid", "")).isdigit():
+        return None
+    pid, host = int(lease["pid"]), str(lease.get("host", ""))
+    try:
+        age = time.time() - float(lease.get("heartbeat", 0))
+        timeout_s = float(lease.get("timeout_s", 60))
+    except (TypeError, ValueError):
+        return None
+    here = host == host_identity()
+    start = process_start(pid) if here else None
+    alive = (start is not None and start == lease.get("started")) if here else age < timeout_s
+    return Holder(pid, host.split(":")[0], here, age, lease.get("stage")) if alive else None
+
+
+def read_holder(store: Store) -> Holder | None:
+    """Who holds the run folder now."""
+    return holder_of(store.read_json(_PATH))
+
+
 class Lease:
     """Holds `lease.json` of a run folder until `release`.
 
@@ -51,6 +84,7 @@ class Lease:
         self._token = uuid.uuid4().hex
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._stage: str | None = None
         self.lost = False
 
     def acquire(self) -> None:
@@ -79,6 +113,11 @@ class Lease:
         if self.lost:
             raise UserError(f"{self._store.url}: another driver took the run folder over; this one stops")
 
+    def announce(self, stage: str) -> None:
+        """Tell readers of the folder which stage runs now."""
+        self._stage = stage
+        self._write()
+
     def release(self) -> None:
         self._stop.set()
         if self._thread is not None:
@@ -89,18 +128,12 @@ class Lease:
                 self._store.delete(_PATH)
 
     def _refuse_if_alive(self, current: dict[str, Any]) -> None:
-        pid, host = int(current.get("pid", 0)), str(current.get("host", ""))
-        age = time.time() - float(current.get("heartbeat", 0))
-        if host == host_identity():
-            alive = process_start(pid) is not None and process_start(pid) == current.get("started")
-            wait = ""
-        else:
-            alive = age < float(current.get("timeout_s", self._timeout_s))
-            wait = f"; if it is dead, wait {max(1, int(self._timeout_s - age))} s"
-        if alive:
+        holder = holder_of(current)
+        if holder is not None:
+            wait = "" if holder.here else f"; if it is dead, wait {max(1, int(self._timeout_s - holder.age))} s"
             raise UserError(
-                f"{self._store.url} is held by a running driver (pid {pid} on {host.split(':')[0]},"
-                f" last heartbeat {age:.0f} s ago); stop it or use another run_dir{wait}"
+                f"{self._store.url} is held by a running driver (pid {holder.pid} on {holder.host},"
+                f" last heartbeat {holder.age:.0f} s ago); stop it or use another run_dir{wait}"
             )
 
     def _write(self) -> None:
@@ -113,6 +146,7 @@ class Lease:
                 "host": host_identity(),
                 "heartbeat": time.time(),
                 "timeout_s": self._timeout_s,
+                "stage": self._stage,
             },
         )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import logging
 import os
 import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,6 +30,7 @@ from app.runfolder import (
     git_revision,
     package_versions,
 )
+from app.storage import explained
 from app.target import TargetInfo, check_aux_layers, default_aux_layers, inspect_target
 
 log = logging.getLogger("draftmill")
@@ -87,6 +90,7 @@ class Stage:
     execution_keys: tuple[str, ...] = ()  # keys of those sections that change only speed
     outside: Callable[[StageContext], dict[str, str]] | None = None  # digests of things outside the run folder
     unfinished: Callable[[StageContext], str | None] | None = None  # why finished-looking output is not, in words
+    check: Callable[[StageContext], None] | None = None  # raises UserError, before any stage of the run begins
     version: int = 1
 
 
@@ -146,6 +150,7 @@ def run_stage(stage: Stage, ctx: StageContext) -> tuple[Manifest, bool]:
     log.info("%s: begins%s", stage.name, why)
     if ctx.lease is not None:
         ctx.lease.check()
+        ctx.lease.announce(stage.name)
     inputs = {name: ctx.input(name).digest for name in stage.inputs}
     if stage.outside is not None:
         inputs |= stage.outside(ctx)
@@ -183,26 +188,44 @@ def run_pipeline(config: Config, stages: list[Stage]) -> dict[str, dict[str, Any
     """
     run = RunFolder(config.run_dir, config.storage.options)
     refuse_foreign_folder(run)
-    with _terminated_cleanly(), _run_log(run):
+    with _terminated_cleanly():
         lease = Lease(run.store, config.storage.lease_timeout_s)
         lease.acquire()
         connected = is_connected()
         try:
-            ctx = StageContext(config, run, lease)
-            _ = ctx.layers  # the target and its layers are checked before any work
-            removed = run.store.remove_temporary()
-            if removed:
-                log.info("removed %d unfinished files of a run that was cut off", removed)
-            run.write_config(config)
-            timings = {}
-            for stage in stages:
-                manifest, reused = run_stage(stage, ctx)
-                timings[stage.name] = {"seconds": manifest.seconds, "reused": reused}
-            return timings
+            with _run_log(run):
+                return _run_stages(StageContext(config, run, lease), stages)
+        except BaseException as error:
+            _let_go(error)
+            raise
         finally:
             if not connected:
                 disconnect()
             lease.release()
+
+
+def _run_stages(ctx: StageContext, stages: list[Stage]) -> dict[str, dict[str, Any]]:
+    _ = ctx.layers  # the target and its layers are checked before any work
+    for stage in stages:
+        if stage.check is not None:
+            stage.check(ctx)
+    removed = ctx.run.store.remove_temporary()
+    if removed:
+        log.info("removed %d unfinished files of a run that was cut off", removed)
+    ctx.run.write_config(ctx.config)
+    timings = {}
+    for stage in stages:
+        manifest, reused = run_stage(stage, ctx)
+        timings[stage.name] = {"seconds": manifest.seconds, "reused": reused}
+    return timings
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the frames of a stopped stage hold: Ray's iterators must end before their cluster does."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+    gc.collect()
 
 
 def refuse_foreign_folder(run: RunFolder) -> None:
@@ -249,23 +272,22 @@ def _run_log(run: RunFolder) -> Iterator[None]:
     """Copies log lines into `logs/` of the run folder."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
     name = f"logs/driver-{stamp}-{os.getpid()}.log"
-    if run.store.is_local:
-        path = Path(run.store.full(name))
-        try:
+    with explained(run.url):
+        if run.store.is_local:
+            path = Path(run.store.full(name))
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"run_dir {run.url} cannot be made: {error.strerror}") from error
-    else:
-        path = Path(tempfile.gettempdir()) / f"draftmill-{os.getpid()}-{stamp}.log"
-    try:
+        else:
+            path = Path(tempfile.gettempdir()) / f"draftmill-{os.getpid()}-{stamp}.log"
         handler = logging.FileHandler(path, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"run_dir {run.url} cannot be written: {error.strerror}") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.addFilter(RedactingFilter())
     log.addHandler(handler)
     try:
         yield
+    except BaseException as error:
+        said = str(error) if isinstance(error, UserError) else repr(error)
+        handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, f"stopped: {said}", (), None))
+        raise
     finally:
         log.removeHandler(handler)
         handler.close()

@@ -94,7 +94,7 @@ def summary_lines(url: str, results: dict[str, Any]) -> list[str]:
         )
     lines.append("")
     for name, timing in results["stages"].items():
-        note = "reused" if timing["reused"] else f"{timing['seconds']:.1f} s"
+        note = f"{timing['seconds']:8.1f} s{'  (reused)' if timing['reused'] else ''}"
         line(name, note)
     lines += ["", f"  report: {url}/report/report.html", ""] if "report" in results["stages"] else [""]
     return lines

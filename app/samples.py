@@ -66,6 +66,11 @@ def assign_splits(conversation_ids: list[str], holdout: int, seed: int, validati
             " lower it or bring more prompts"
         )
     valid = round(left * validation_share)
+    if valid == left:
+        raise UserError(
+            f"train.validation_share {validation_share:g} takes all {left} conversations that are not held out;"
+            " lower it or bring more prompts"
+        )
     split = dict.fromkeys(ordered[:holdout], "holdout")
     split |= dict.fromkeys(ordered[holdout : holdout + valid], "valid")
     return split | dict.fromkeys(ordered[holdout + valid :], "train")

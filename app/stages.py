@@ -47,12 +47,14 @@ STAGES: tuple[Stage, ...] = (
         evaluate.run,
         inputs=("generate", "export"),
         config_keys=("evaluate", "train.validation_share"),
+        check=evaluate.check,
     ),
     Stage(
         "bench",
         bench.run,
         inputs=("generate", "export"),
         config_keys=("bench", "generate.max_new_tokens", "evaluate.num_draft_tokens", *_SPLIT),
+        check=evaluate.check,
     ),
     Stage(
         "report",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from app.captured import part_keys
 from app.config import Config, apply_overrides, load_config, parse_config
 from app.errors import UserError
+from app.lease import read_holder
 from app.parts import committed_parts
 from app.pipeline import StageContext, StageState, stage_state
 from app.runfolder import RunFolder
@@ -27,14 +31,16 @@ def status_lines(run: str, overrides: list[str]) -> list[str]:
     folder = RunFolder(config.run_dir, config.storage.options)
     ctx = StageContext(config, folder)
     lines = [f"run {folder.url}"]
-    lease = folder.store.read_json("lease.json")
-    if isinstance(lease, dict):
-        lines.append(f"held by pid {lease.get('pid')} on {str(lease.get('host')).split(':')[0]}")
+    holder = read_holder(folder.store)
+    if holder is not None:
+        lines.append(f"running: pid {holder.pid} on {holder.host}, last heartbeat {holder.age:.0f} s ago")
     redo: set[str] = set()
     for stage in STAGES:
         state = stage_state(stage, ctx, frozenset(redo))
         if state.state != "done":
             redo.add(stage.name)
+            if holder is not None and holder.stage == stage.name:
+                state = StageState("running", state.reasons if state.state == "stale" else ())
         lines.append(_line(stage.name, state, ctx))
     return lines
 
@@ -43,12 +49,28 @@ def _line(name: str, state: StageState, ctx: StageContext) -> str:
     manifest = ctx.run.manifest(name)
     if state.state == "done" and manifest is not None:
         return f"  {name:<9} done     {manifest.seconds:>8.1f} s  {manifest.started}"
-    detail = "; ".join(state.reasons)
+    details = [*state.reasons]
     if name == "generate" and ctx.run.manifest("ingest") is not None:
         keys = part_keys(ctx)
         valid, _ = committed_parts(ctx.run.store, keys, "size")
-        detail += f"; {len(valid)} of {len(keys)} parts are committed"
-    return f"  {name:<9} {state.state:<8} {detail}"
+        details.append(f"{len(valid)} of {len(keys)} parts are committed")
+    if name == "train" and state.state == "running" and (row := _last_metrics(ctx)) is not None:
+        details.append(f"step {row['step']}, epoch {row['epoch']:.2f} of {ctx.config.train.epochs:g}")
+    return f"  {name:<9} {state.state:<8} {'; '.join(details)}".rstrip()
+
+
+def _last_metrics(ctx: StageContext) -> dict[str, Any] | None:
+    """The last whole line of the training log."""
+    try:
+        lines = ctx.run.store.read_bytes("train/metrics.jsonl").decode().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if {"step", "epoch"} <= row.keys():
+                return dict(row)
+    return None
 
 
 def _config_of(run: str, overrides: list[str]) -> Config:

@@ -278,6 +278,10 @@ def explained(url: str) -> Iterator[None]:
         if "Protocol not known" in str(error):
             raise UserError(f"{url}: {error}; use a local path, s3:// or another fsspec URL") from error
         raise
+    except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
+        wanted = "a file" if isinstance(error, IsADirectoryError) else "a folder"
+        path = error.filename or "something"
+        raise UserError(f"{url}: {path} stands where {wanted} belongs; move it away") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _no_space(url) from error

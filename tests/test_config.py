@@ -14,7 +14,7 @@ SOURCE = "sources=[{path: a.jsonl}]"
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([SOURCE, "train.epoch=2"], ["train.epoch", "did you mean 'epochs'"]),
+        ([SOURCE, "train.epoch=2"], ["train.epoch", "did you mean 'train.epochs'"]),
         (["sources=[{pth: a}]"], ["sources.0.pth", "sources.0.path", "missing"]),
         ([SOURCE, "trian.epochs=1"], ["unknown key 'trian'", "'train'"]),
         ([SOURCE, "train.epochs=many"], ["train.epochs", "'many'"]),

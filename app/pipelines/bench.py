@@ -5,6 +5,7 @@ Acceptance comes from vLLM's own counters, by difference; outputs are compared t
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -14,13 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.captured import load_entries
-from app.cluster import cause_of, connect, gpu_count
+from app.cluster import cause_of, connect, gpu_count, log_in_worker
 from app.errors import UserError
 from app.pipeline import StageContext, StageResult
 from app.samples import SampleReader, load_split
+from app.target import load_tokenizer
 
 log = logging.getLogger("draftmill")
 _COUNTERS = "vllm:spec_decode_num_"
+_LINE_EVERY_S = 15
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,23 @@ def run(ctx: StageContext) -> StageResult:
     }
     # The engine must not outgrow what the answers were captured under: lengths are cut the same way.
     lengths = [min(limit, config.generate.max_length - len(p)) for p in prompts]
-    log.info("bench: %d held-out prompts without the draft", len(prompts))
+    conversations = len({r["conversation_id"] for r in rows})
+    log.info(
+        "bench: %d prompts (every turn of %d held-out conversations), first without the draft",
+        len(prompts),
+        conversations,
+    )
     baseline = _serve_elsewhere(ServeSpec(draft=None, **common), prompts, lengths, config.ray.engine_cpus)
     log.info("bench: %.0f tokens/s; now with the draft", baseline.tokens_per_second)
     served = _serve_elsewhere(ServeSpec(draft=draft, **common), prompts, lengths, config.ray.engine_cpus)
     result = compare(baseline, served, config.evaluate.num_draft_tokens)
-    result |= {"prompts": len(prompts), "concurrency": config.bench.concurrency, "max_new_tokens": limit}
+    result["mismatch_examples"] = _in_words(ctx, result["mismatch_examples"])
+    result |= {
+        "prompts": len(prompts),
+        "conversations": conversations,
+        "concurrency": config.bench.concurrency,
+        "max_new_tokens": limit,
+    }
     lines = [
         {"sample_id": r["sample_id"], "domain": r["domain"], "baseline": a, "draft": b}
         for r, a, b in zip(rows, baseline.outputs, served.outputs, strict=True)
@@ -119,13 +133,22 @@ def run(ctx: StageContext) -> StageResult:
         log.warning("bench: other programs took the processor meanwhile; the two speeds cannot be compared")
     for case in result["mismatch_examples"][:3]:
         log.info(
-            "bench: prompt %d differs from token %d on: %s against %s",
+            "bench: prompt %d differs from token %d on: %r without the draft, %r with it",
             case["prompt"],
             case["first_difference"],
             case["baseline"],
             case["draft"],
         )
     return StageResult(outputs=["bench/bench.json", "bench/outputs.jsonl"], counts=result)
+
+
+def _in_words(ctx: StageContext, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The examples with their tokens as text."""
+    if not examples:
+        return []
+    target = ctx.config.target
+    tokenizer = load_tokenizer(ctx.target.model, target.trust_remote_code, target.chat_template)
+    return [{**e, **{side: tokenizer.decode(e[side]) for side in ("baseline", "draft")}} for e in examples]
 
 
 def compare(baseline: Served, served: Served, num_draft_tokens: int) -> dict[str, Any]:
@@ -201,6 +224,7 @@ def serve(spec: ServeSpec, prompts: list[list[int]], lengths: list[int]) -> Serv
     from app.engine.process import prepare_process
 
     prepare_process()
+    log_in_worker()
     from vllm import LLM, SamplingParams, TokensPrompt
 
     kwargs: dict[str, Any] = {
@@ -238,7 +262,7 @@ def serve(spec: ServeSpec, prompts: list[list[int]], lengths: list[int]) -> Serv
     outputs: list[list[int]] = []
     for _ in range(spec.repeats):
         started = time.perf_counter()
-        done = llm.generate(inputs, params, use_tqdm=False)
+        done = llm.generate(inputs, params, use_tqdm=_progress_lines())
         seconds.append(time.perf_counter() - started)
         outputs = [list(o.outputs[0].token_ids) for o in done]
     cpu = time.process_time() - cpu
@@ -253,6 +277,25 @@ def serve(spec: ServeSpec, prompts: list[list[int]], lengths: list[int]) -> Serv
         result.accepted = delta["accepted_tokens"][0]
         result.accepted_per_position = delta["accepted_tokens_per_pos"]
     return result
+
+
+def _progress_lines() -> Any:
+    """A tqdm class whose progress is log lines: no terminal is needed, and several processes do not mix."""
+    from tqdm import tqdm
+
+    class Lines(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "file": io.StringIO()})
+            self._last_line = time.monotonic()
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            if time.monotonic() - self._last_line > _LINE_EVERY_S:
+                self._last_line = time.monotonic()
+                log.info("bench: %d of %d prompts answered", self.n, self.total)
+            return shown
+
+    return Lines
 
 
 def _counters(llm: Any) -> dict[str, list[int]]:

@@ -52,6 +52,12 @@ def run(ctx: StageContext) -> StageResult:
     )
 
 
+def check(ctx: StageContext) -> None:
+    """Raises UserError where nothing would be left to measure."""
+    if ctx.config.evaluate.holdout == 0:
+        raise UserError("evaluate.holdout is 0: nothing would be left to measure the draft on; set it above 0")
+
+
 def load_draft(ctx: StageContext) -> Eagle3Draft:
     """The exported draft, with the target's embedding where the checkpoint leaves it out."""
     config, tensors = read_checkpoint(ctx.run.store.local_folder("export/draft"))

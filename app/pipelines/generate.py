@@ -82,13 +82,13 @@ def _generate_parts(
     store.delete(ATTEMPTS)
     connect(config.ray)
     gpus = config.generate.tensor_parallel if gpu_count() else 0
-    _check_resources(config, gpus)
+    replicas = min(config.generate.replicas, len(todo))
+    _check_resources(config, gpus, replicas)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.issue_detectors_config.detectors = []  # they tell of memory an engine is meant to use
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     items = [{"part": p, "key": keys[p]} for p in todo]
-    replicas = min(config.generate.replicas, len(todo))
     dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         PartWorker,
         fn_constructor_args=(_worker_config(ctx, gpus > 0),),
@@ -138,7 +138,7 @@ def _progress(done: int, of: int, todo: int, tokens: int, seconds: float) -> Non
     )
 
 
-def _check_resources(config: Config, gpus: int) -> None:
+def _check_resources(config: Config, gpus: int, replicas: int) -> None:
     import ray
 
     resources = ray.cluster_resources()
@@ -148,19 +148,19 @@ def _check_resources(config: Config, gpus: int) -> None:
             " set it to 1 and use generate.replicas for more GPUs"
         )
     if gpus:
-        need, have = gpus * config.generate.replicas, resources.get("GPU", 0)
+        need, have = gpus * replicas, resources.get("GPU", 0)
         if need > have:
             raise UserError(
-                f"generate needs {config.generate.replicas} x {gpus} = {need} GPUs and the cluster has {have:g};"
+                f"generate needs {replicas} x {gpus} = {need} GPUs and the cluster has {have:g};"
                 " lower generate.replicas or generate.tensor_parallel"
             )
         return
     if config.generate.tensor_parallel > 1:
         raise UserError("generate.tensor_parallel is above 1 and the cluster has no GPU; set it to 1")
-    need_cpus, have_cpus = config.ray.engine_cpus * config.generate.replicas, resources.get("CPU", 0)
+    need_cpus, have_cpus = config.ray.engine_cpus * replicas, resources.get("CPU", 0)
     if need_cpus > have_cpus:
         raise UserError(
-            f"generate needs {config.generate.replicas} x {config.ray.engine_cpus:g} = {need_cpus:g} CPUs and the"
+            f"generate needs {replicas} x {config.ray.engine_cpus:g} = {need_cpus:g} CPUs and the"
             f" cluster has {have_cpus:g}; lower generate.replicas or ray.engine_cpus"
         )
 

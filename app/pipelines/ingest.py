@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -157,7 +158,8 @@ def _source_files(source: SourceConfig) -> list[tuple[Any, str]]:
         paths = sorted(fs.glob(path)) if re.search(r"[*?\[]", path) else [path]
         paths = [p for p in paths if not fs.isdir(p)]
         if not paths or not all(fs.exists(p) for p in paths):
-            raise UserError(f"source {source.label}: nothing is found at {redact(source.path)}; check sources[].path")
+            where = source.path if "://" in source.path else str(Path(source.path).expanduser().absolute())
+            raise UserError(f"source {source.label}: nothing is found at {redact(where)}; check sources[].path")
     except UserError:
         raise
     except Exception as error:
@@ -172,8 +174,6 @@ def _source_digest(source: SourceConfig) -> str:
     for fs, path in _source_files(source):
         local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
         if local:
-            from pathlib import Path
-
             parts.append(file_sha256(Path(path)))
         else:
             parts.append(fs.ukey(path))

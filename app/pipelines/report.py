@@ -83,7 +83,7 @@ def loss_curve(run: RunFolder) -> dict[str, list[dict[str, float]]]:
 def polyline(points: list[dict[str, float]], width: int, height: int) -> dict[str, Any]:
     """An SVG polyline of (step, value) points with the range it spans."""
     if not points:
-        return {"points": "", "low": 0.0, "high": 0.0, "last": 0}
+        return {"points": "", "low": 0.0, "high": 0.0, "first": 0, "last": 0}
     steps, values = [p["step"] for p in points], [p["value"] for p in points]
     low, high = min(values), max(values)
     span_x, span_y = max(1e-9, max(steps) - min(steps)), max(1e-9, high - low)
@@ -91,7 +91,7 @@ def polyline(points: list[dict[str, float]], width: int, height: int) -> dict[st
         f"{(s - min(steps)) / span_x * width:.1f},{height - (v - low) / span_y * height:.1f}"
         for s, v in zip(steps, values, strict=True)
     )
-    return {"points": " ".join(pairs), "low": low, "high": high, "last": max(steps)}
+    return {"points": " ".join(pairs), "low": low, "high": high, "first": min(steps), "last": max(steps)}
 
 
 def render(data: dict[str, Any]) -> str:

@@ -110,7 +110,12 @@ def run(ctx: StageContext) -> StageResult:
     )
     held_out = shares["holdout"] if shares["holdout"] is not None else shares["valid"]
     if held_out is not None and held_out < 0.95:
-        log.warning("vocab: %.1f %% of the held-out tokens cannot be drafted; raise vocab.size", 100 - 100 * held_out)
+        seen = int((counts["train"] > 0).sum())
+        log.warning(
+            "vocab: %.1f %% of the held-out tokens cannot be drafted; %s",
+            100 - 100 * held_out,
+            "raise vocab.size" if seen > size else f"bring more prompts (the answers so far use {seen} tokens)",
+        )
     with store.staged(VOCAB_FILE) as path:
         vocab.save(path)
     return StageResult(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
 import torch
 
+from app.cluster import log_in_worker
 from app.config import TrainConfig, parse_config
 from app.draft_config import DraftConfig
 from app.parts import PartEntry
@@ -18,8 +18,6 @@ from app.target import TargetHead, TargetInfo, load_target_head
 from app.train.draft import Eagle3Draft
 from app.train.ranks import Ranks
 from app.train.trainer import Trainer, TrainJob
-
-log = logging.getLogger("draftmill")
 
 FOLDER = "train"  # of the run
 SUMMARY = "summary.json"  # in FOLDER, written at the end
@@ -43,10 +41,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
     import ray.train
     import ray.train.torch
 
-    if not log.handlers:
-        log.addHandler(logging.StreamHandler())
-        log.setLevel(logging.INFO)
-        log.propagate = False  # Ray's own handlers would print every line a second time
+    log_in_worker()
 
     def report(values: dict[str, Any]) -> None:
         ray.train.report({k: v for k, v in values.items() if isinstance(v, int | float)})

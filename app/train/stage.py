@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from app.captured import load_entries
-from app.cluster import cause_of, connect, gpu_count
+from app.cluster import cause_of, connect, gpu_count, is_local
 from app.config import Config
 from app.errors import UserError
 from app.pipeline import StageContext, StageResult
@@ -79,7 +79,7 @@ def run(ctx: StageContext) -> StageResult:
 def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
     """Run the worker group to its end."""
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchConfig
 
     use_gpu = config.train.use_gpu if config.train.use_gpu is not None else gpu_count() > 0
     resources = _resources(config, use_gpu)
@@ -88,7 +88,7 @@ def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
         from pyarrow.fs import FSSpecHandler, PyFileSystem
 
         filesystem = PyFileSystem(FSSpecHandler(store.fs))
-    group = TorchTrainer(
+    group = _trainer_class()(
         _worker,
         train_loop_config=loop_config,
         scaling_config=ScalingConfig(num_workers=config.train.workers, use_gpu=use_gpu, resources_per_worker=resources),
@@ -114,6 +114,23 @@ def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
         raise
 
 
+def _trainer_class() -> Any:
+    """Ray's trainer, less two habits of its driver side."""
+    from ray.train.torch import TorchTrainer
+
+    class Trainer(TorchTrainer):
+        def _register_sigint_handler(self, controller: Any) -> None:
+            """None: Ctrl-C ends the run as it does in every other stage, and Ray's exits with 1."""
+
+        def _create_default_callbacks(self) -> list[Any]:
+            """Without the cleaner of placement groups on a cluster that ends with us: it looks for the cluster by
+            name, and fails with a traceback where another one runs on the host."""
+            callbacks: list[Any] = super()._create_default_callbacks()  # type: ignore[misc]
+            return [c for c in callbacks if not (is_local() and "PlacementGroupCleaner" in type(c).__name__)]
+
+    return Trainer
+
+
 def _resources(config: Config, use_gpu: bool) -> dict[str, float]:
     """What one worker asks for; CPU workers make do with what a small machine has."""
     import ray
@@ -135,7 +152,9 @@ def _resources(config: Config, use_gpu: bool) -> dict[str, float]:
 
 def _worker(loop_config: dict[str, Any]) -> None:
     """The loop, with a fault that a person can mend kept where the driver finds it and no restart repeats it."""
-    logging.getLogger("ray.train").setLevel(logging.WARNING)  # our own lines say what is reported
+    for name in list(logging.root.manager.loggerDict):
+        if "/ray/train/" in name:  # Ray Train names a logger after its file; our own lines say what is reported
+            logging.getLogger(name).setLevel(logging.WARNING)
     store = Store(loop_config["run_url"], loop_config["run_options"])
     fault = store.read_json(_FAULT)
     if fault is not None:
