@@ -13,15 +13,6 @@ import os
 import sys
 from typing import Any
 
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the recorder is a function handed to the worker
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-
 FIRST_TOKEN = 20
 
 
@@ -84,6 +75,14 @@ def main(target: str, draft: str, k: int, tokens: int, out: str, lengths: list[i
     """Serve one prompt per length, the first alone."""
     from functools import partial
 
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the recorder is a function handed to the worker
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     from vllm import LLM, SamplingParams
 
     llm = LLM(

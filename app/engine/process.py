@@ -30,6 +30,7 @@ def prepare_process(cpu_threads: int | None = None) -> None:
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the configured size of the cache
     if on_gpu:
         # To ask torch for GPUs, as above, rules out CUDA in forked workers.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

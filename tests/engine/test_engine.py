@@ -33,7 +33,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         if name not in results:
             out = folder / f"{name}.pt"
             command = [sys.executable, "-m", "tests.engine.scenarios", name, str(model), str(out)]
-            env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # spinning threads starve on a busy machine
+            env = {
+                **os.environ,
+                "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve on a busy machine
+                "VLLM_CPU_KVCACHE_SPACE": "1",  # of someone's shell: it must not win over the configured cache
+            }
             done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
             assert done.returncode == 0, f"{name}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
             results[name] = torch.load(out, weights_only=False)
