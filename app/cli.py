@@ -17,6 +17,7 @@ log = logging.getLogger("draftmill")
 _STAGE_VERBS = {
     "ingest": "read the sources into parts of conversations",
     "generate": "let the target answer and capture its hidden states",
+    "quality": "count what the answers look like, and stop where a share is too high",
     "vocab": "choose the draft vocabulary",
     "train": "train the draft",
     "export": "write the draft as a checkpoint for vLLM and SGLang",
@@ -33,7 +34,16 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(argv: list[str]) -> int:
     """Run one command; returns the exit status."""
-    args = _parser().parse_args(argv)
+    if not argv:
+        _parser().print_help()
+        return 2
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes overrides only where they follow the configuration at once; people write options between.
+    if any(word.startswith("-") or "=" not in word for word in rest) or (rest and not hasattr(args, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
     _configure_logging(args.verbose)
     try:
         status: int = args.function(args)
@@ -68,10 +78,49 @@ def _parser() -> argparse.ArgumentParser:
     for name, help_text in _STAGE_VERBS.items():
         verb = verbs.add_parser(name, parents=[configured], help=f"{help_text} (and what it needs)")
         verb.set_defaults(function=_run_stage)
+        if name == "ingest":
+            verb.add_argument(
+                "--forget", action="append", default=[], metavar="ID", help="first, as `draftmill forget` does"
+            )
     status = verbs.add_parser("status", parents=[common], help="what of a run is done, what is stale and why")
     status.add_argument("run", help="run folder, or the YAML file of the run")
     status.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="as they would be given")
     status.set_defaults(function=_status)
+    forget = verbs.add_parser(
+        "forget", parents=[common], help="remove conversations from every stored stage of a run, for good"
+    )
+    forget.add_argument("run", help="run folder, or the YAML file of the run")
+    forget.add_argument("ids", nargs="+", metavar="ID", help="conversation ids; section.key=value as for run")
+    forget.set_defaults(function=_forget)
+    plan = verbs.add_parser("plan", parents=[common], help="what a run will take, before it starts; or what it took")
+    plan.add_argument("config", nargs="?", help="YAML file of the run")
+    plan.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="values over the file's")
+    plan.add_argument("--assume", action="append", default=[], metavar="NAME=NUMBER,...", help="rows, tokens, rates")
+    plan.add_argument("--nodes", type=int, help="describe a cluster instead of looking")
+    plan.add_argument("--gpus-per-node", type=int)
+    plan.add_argument("--gpu-memory", type=float, metavar="GIB")
+    plan.add_argument("--gpu", metavar="NAME", help="H200, H100, ...")
+    plan.add_argument("--disk-free", type=float, metavar="TB", help="free where the run folder will be")
+    plan.add_argument("--price", type=float, metavar="USD", help="of a GPU-hour")
+    plan.add_argument("--probe", action="store_true", help="measure the rates: the whole run on a few prompts")
+    plan.add_argument("--compare", metavar="RUN", help="planned against actual of a run folder")
+    plan.set_defaults(function=_plan)
+    looking = argparse.ArgumentParser(add_help=False, parents=[common])
+    looking.add_argument("--rows", type=int, default=5, metavar="N", help="how many to show (of each source)")
+    looking.add_argument("--source", metavar="NAME", help="this source alone")
+    looking.add_argument("--color", action="store_true", help="colours even where the output is no terminal")
+    looking.add_argument("--full", action="store_true", help="long texts whole, not their ends alone")
+    looking.add_argument("--show-private", action="store_true", help="text of private rows too")
+    preview = verbs.add_parser("preview", parents=[looking], help="rows as the model will see them, before the run")
+    preview.add_argument("config", help="YAML file of the run")
+    preview.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="values over the file's")
+    preview.add_argument("--html", metavar="FILE", help="write a page instead")
+    preview.set_defaults(function=_preview)
+    inspect = verbs.add_parser("inspect", parents=[looking], help="samples of a run, and what is wrong with them")
+    inspect.add_argument("run", help="run folder, or the YAML file of the run")
+    inspect.add_argument("--class", dest="kind", metavar="CLASS", help="only loop, cut, empty, ..., or any")
+    inspect.add_argument("--id", help="of a sample or of a row")
+    inspect.set_defaults(function=_inspect)
     submit = verbs.add_parser("submit", parents=[configured], help="submit the run to a Ray cluster as a job")
     submit.add_argument("--address", help="dashboard of the cluster, http://HOST:8265 (default: RAY_ADDRESS)")
     submit.add_argument("--follow", action="store_true", help="print the job's log until it ends")
@@ -97,14 +146,23 @@ def _run_until(args: argparse.Namespace, last: str) -> int:
         print(config.to_yaml(), end="")
         return 0
     from app.jobs import settle_run_dir
-    from app.pipeline import run_pipeline
+    from app.pipeline import Timings, run_pipeline
     from app.results import summary_lines, write_results
     from app.runfolder import RunFolder
     from app.stages import stages_up_to
 
     config = settle_run_dir(config)
-    timings = run_pipeline(config, stages_up_to(last))
     run_folder = RunFolder(config.run_dir, config.storage.options)
+
+    if getattr(args, "forget", None):
+        from app.forget import forget
+
+        print("\n".join(forget(config, args.forget)))
+
+    def store(timings: Timings) -> None:
+        write_results(run_folder, timings)
+
+    timings = run_pipeline(config, stages_up_to(last), store)
     results = write_results(run_folder, timings)
     print("\n".join(summary_lines(run_folder.url, results)))
     return 0
@@ -115,6 +173,65 @@ def _status(args: argparse.Namespace) -> int:
 
     print("\n".join(status_lines(args.run, args.overrides)))
     return 0
+
+
+def _forget(args: argparse.Namespace) -> int:
+    from app.forget import forget
+    from app.jobs import settle_run_dir
+    from app.status import config_of
+
+    overrides = [i for i in args.ids if "=" in i]
+    config = settle_run_dir(config_of(args.run, overrides))
+    ids = [i for i in args.ids if i not in overrides]
+    print("\n".join(forget(config, ids)))
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from app.plan.command import Described, compare_run, lines_of, plan_run
+
+    if args.compare is not None:
+        print("\n".join(compare_run(args.compare)))
+        return 0
+    if args.config is None:
+        raise UserError("plan needs a configuration, or --compare with a run folder")
+    from app.jobs import settle_run_dir
+
+    config = settle_run_dir(_load(args))
+    described = Described(args.nodes, args.gpus_per_node, args.gpu_memory, args.disk_free, args.gpu)
+    plan = plan_run(config, args.assume, described, args.price, args.probe)
+    print("\n".join(lines_of(plan, config)))
+    plan.require_fit()
+    return 0
+
+
+def _preview(args: argparse.Namespace) -> int:
+    from app.preview import preview, preview_lines, preview_page, write_page
+
+    config = _load(args)
+    views = preview(config, args.rows, args.source, args.show_private)
+    if args.html is not None:
+        write_page(args.html, preview_page(views, config, args.full))
+        print(args.html)
+        return 0
+    for line in preview_lines(views, config, _coloured(args), args.full):
+        print(line)
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from app.inspect import CHOICES, Wanted, inspect_lines
+
+    if args.kind is not None and args.kind not in CHOICES:
+        raise UserError(f"there is no class {args.kind!r}; the classes are {', '.join(CHOICES)}")
+    wanted = Wanted(args.rows, args.source, args.kind, args.id)
+    for line in inspect_lines(args.run, wanted, _coloured(args), args.show_private, args.full):
+        print(line)
+    return 0
+
+
+def _coloured(args: argparse.Namespace) -> bool:
+    return bool(args.color) or (sys.stdout.isatty() and "NO_COLOR" not in os.environ)
 
 
 def _submit(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ def _init(config: RayConfig) -> None:
     }
     os.environ.update({k: v for k, v in _WORKER_ENV.items() if k not in os.environ})
     if address is not None and address != "local":
+        _check_answers(address)
         try:
             ray.init(address=address, **common)
         except Exception as error:
@@ -77,6 +79,21 @@ def _init(config: RayConfig) -> None:
     log.info("started a local Ray cluster (%s)%s", url, f", dashboard http://{dashboard}" if dashboard else "")
 
 
+def _check_answers(address: str) -> None:
+    """Raises UserError where nothing listens: Ray itself would try for half a minute, deaf to signals."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        with socket.create_connection((host, int(port)), timeout=5):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"no Ray cluster answers at {address} ({error.strerror or error}); check ray.address, or set"
+            " ray.address=local for a cluster of your own"
+        ) from error
+
+
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
     """Ray's driver ends the process on SIGTERM where it stands; ours gives the run folder back first."""
@@ -86,6 +103,8 @@ def _own_signal_handlers() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
+    except SystemExit as stop:
+        raise KeyboardInterrupt from stop  # a signal that came while Ray's handler was in place
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -128,6 +147,18 @@ def gpu_count() -> int:
     import ray
 
     return int(ray.cluster_resources().get("GPU", 0))
+
+
+def ray_fault(error: BaseException) -> str | None:
+    """Ray's own words where Ray itself failed (a node, an actor, its control plane), not what ran on it."""
+    if "ray" not in sys.modules or isinstance(cause_of(error), UserError):
+        return None
+    from ray.exceptions import RayError, RayTaskError
+
+    if not isinstance(error, RayError) or isinstance(error, RayTaskError):
+        return None
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -34,14 +34,30 @@ class TargetConfig(Section):
 
 
 class SourceConfig(Section):
-    name: str | None = Field(None, description="label in reports; default: the file's name")
-    path: str = Field(description="JSONL file or glob, any fsspec URL")
+    name: str | None = Field(None, description="label in reports; default: the file's or dataset's name")
+    path: str | None = Field(None, description="file or glob, any fsspec URL; or give `dataset`")
+    dataset: str | None = Field(None, description="Hugging Face dataset id, owner/name")
+    subset: str | None = Field(None, description="of the dataset: its configuration; default: the only one")
+    split: str = Field("train", description="of the dataset")
+    revision: str | None = Field(None, description="of the dataset: branch, tag or commit")
+    format: Literal["auto", "jsonl", "json", "parquet", "csv", "text", "log", "zip"] = Field(
+        "auto", description="auto: by the file's name, then by its first bytes"
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="our field (messages, prompt, response, system, tools, ...) -> the file's column, dots go inside;"
+        " needed only where the shape is not recognised",
+    )
     use: Literal["regenerate", "as_is"] = Field(
         "regenerate", description="let the target answer anew, or take the conversation as it is"
     )
     domain: str | None = Field(None, description="domain of rows that name none; default: the source's name")
-    limit: int | None = Field(None, gt=0, description="rows to take from the start")
+    limit: int | None = Field(None, gt=0, description="rows to read from the start, for a trial")
+    count: int | None = Field(None, gt=0, description="conversations to draw from the usable ones")
+    share: float | None = Field(None, gt=0, le=1, description="share of the usable conversations to draw")
+    seed: int = Field(0, description="of the draw")
     system_prompt: str | None = Field(None, description="added to conversations that open without one")
+    private: bool = Field(False, description="no report or log shows this source's text")
     max_reject_share: float = Field(
         0.2,
         ge=0,
@@ -49,15 +65,68 @@ class SourceConfig(Section):
         description="share of rows that may be rejected (repeats not counted) before the run stops",
     )
 
+    @model_validator(mode="after")
+    def _one_location(self) -> SourceConfig:
+        if (self.path is None) == (self.dataset is None):
+            raise ValueError("give a source either `path` or `dataset`")
+        if self.count is not None and self.share is not None:
+            raise ValueError("give a source either `count` or `share`")
+        return self
+
+    @property
+    def location(self) -> str:
+        """Where it is, for messages; still with what a URL may hide."""
+        return self.path if self.path is not None else f"hf://datasets/{self.dataset}"
+
     @property
     def label(self) -> str:
-        return self.name or Path(self.path.partition("?")[0]).stem
+        if self.name:
+            return self.name
+        if self.dataset is not None:
+            return self.dataset.rsplit("/", 1)[-1]
+        stem = (self.path or "").partition("?")[0].rstrip("/").rsplit("/", 1)[-1]
+        for ending in (".gz", ".zst", ".jsonl", ".json", ".parquet", ".csv", ".txt", ".zip"):
+            stem = stem.removesuffix(ending)
+        return stem
+
+
+class IngestConfig(Section):
+    on_source_error: Literal["stop", "skip"] = Field(
+        "stop", description="what a source that cannot be read does to the run; skipped ones are named in every report"
+    )
+    over: Literal["drop", "cut_at_turn", "cut_end"] = Field(
+        "cut_end",
+        description="conversations taken as they are that exceed generate.max_length: rejected, cut after the last turn"
+        " that fits, or cut at the limit (the beginning of an answer, where reasoning starts, is kept)",
+    )
+    min_supervised: int = Field(2, ge=2, description="supervised tokens a conversation taken as it is must keep")
+    near_duplicates: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Jaccard similarity of word 5-grams from which a conversation is a repeat; null: off",
+    )
+    redact: list[Literal["email", "phone", "key", "card"]] = Field(
+        default_factory=list, description="kinds of personal data replaced before anything is written"
+    )
+    benchmark_sets: list[str] = Field(
+        default_factory=list, description="files of benchmark prompts; training rows that hold one are counted"
+    )
+    allow_mixed_thinking: bool = Field(
+        False, description="rows may differ in the template's enable_thinking (or thinking) argument"
+    )
+    workers: int | None = Field(None, gt=0, description="processes that tokenise; default: all cores")
+    drop_overlap: bool = Field(False, description="reject rows that hold a prompt of benchmark_sets")
 
 
 class GenerateConfig(Section):
     engine: str = Field("vllm", description="vllm, or module:Class of an engine of your own")
     max_length: int = Field(2048, gt=8, description="tokens of prompt and answer together")
     max_new_tokens: int = Field(512, gt=0, description="tokens of one answer")
+    length_stopped: Literal["keep", "drop"] = Field(
+        "keep", description="answers stopped by max_new_tokens; kept ones get no invented end token"
+    )
+    thinking_only: Literal["keep", "drop"] = Field("drop", description="answers that never leave their thinking")
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, description="0 is off")
@@ -90,6 +159,40 @@ class CaptureConfig(Section):
     )
     max_bad_rows_per_part: int = Field(
         0, ge=0, description="rows of a part whose states fail the checks before the run stops"
+    )
+
+
+class QualityConfig(Section):
+    min_tokens: int = Field(
+        3, ge=0, description="tokens, the end token included, below which an answer is empty; two teach one prediction"
+    )
+    loop_repeats: int = Field(4, ge=2, description="times a tail of at least 16 tokens repeats before it is a loop")
+    min_answers: int = Field(20, ge=1, description="answers of a source below which its shares stop nothing")
+    max_empty: float | None = Field(
+        0.2, ge=0, le=1, description="share of a source's answers that may be empty before the run stops; null: off"
+    )
+    max_cut: float | None = Field(
+        None, ge=0, le=1, description="share stopped by generate.max_new_tokens; null: only a warning"
+    )
+    max_loop: float | None = Field(0.5, ge=0, le=1, description="share whose tail repeats itself; null: off")
+    max_language: float | None = Field(
+        0.5, ge=0, le=1, description="share in another script than the prompt's, where both are clear; null: off"
+    )
+    max_leftover: float | None = Field(
+        0.05, ge=0, le=1, description="share with think, tool or role markers where none belong; null: off"
+    )
+    max_refusal: float | None = Field(
+        0.5, ge=0, le=1, description="share that opens with words of refusal, English and Chinese; null: off"
+    )
+    max_thinking_only: float | None = Field(
+        None, ge=0, le=1, description="share that never leaves its thinking; null: only a warning"
+    )
+    max_rejected: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="share that generate rejected for any other reason; null: only a warning (see"
+        " generate.max_error_share)",
     )
 
 
@@ -177,8 +280,10 @@ class Config(Section):
     run_dir: str = Field("runs/default", description="run folder: local path or fsspec URL")
     target: TargetConfig = TargetConfig()
     sources: list[SourceConfig] = Field(min_length=1)
+    ingest: IngestConfig = IngestConfig()
     generate: GenerateConfig = GenerateConfig()
     capture: CaptureConfig = CaptureConfig()
+    quality: QualityConfig = QualityConfig()
     vocab: VocabConfig = VocabConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()

@@ -1,15 +1,16 @@
-"""Rows of a source file to conversations, and conversations to token ids and loss masks."""
+"""Conversations in their canonical form: checked, repaired where that is safe, named by their content."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from app.errors import RowError
-from app.target import Renderer
+from app.sources.raw import RawConversation
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # Parameters of apply_chat_template itself: a row may fill the template's variables, not these.
@@ -35,83 +36,123 @@ _SAMPLING = {"temperature": (0.0, 1e3), "top_p": (1e-9, 1.0), "top_k": (-1, 1e9)
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation in its canonical form."""
+    """A conversation in its canonical form.
+
+    A message has `role`, `content` (always text), and where given `reasoning_content`, `tool_calls` (arguments as
+    objects, the form templates are written for), `tool_call_id`, `name`.
+    """
 
     messages: list[dict[str, Any]]
     domain: str | None
-    template_kwargs: dict[str, Any]
+    template_kwargs: dict[str, Any]  # `tools` among them
     sampling: dict[str, Any]  # the row's own values over the run's
+    shape: str = "messages"
+    private: bool = False
+    notes: Counter[str] = field(default_factory=Counter)  # what was repaired or is out of the ordinary
 
     def id(self, use: str) -> str:
-        """Content hash. What the target answers anew is no part of it: two records of one prompt are repeats."""
-        messages = self.messages
+        """Content hash. What the target answers anew is no part of it, only where it answers: two records of one
+        prompt are repeats."""
+        messages: list[Any] = self.messages
         if use == "regenerate":
-            messages = [m for m in messages if m["role"] != "assistant"]
+            messages = [[m for m in turn.inputs] for turn in turns_to_answer(self.messages)]
         canonical = [use, messages, self.template_kwargs, self.sampling]
         text = json.dumps(canonical, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
-def parse_row(row: Any, system_prompt: str | None, use: str) -> Conversation:
-    """A row of `{"prompt": ...}` or `{"messages": [...]}` as a conversation.
+@dataclass(frozen=True)
+class Turn:
+    """What the target is given before one of its answers, and what was recorded as that answer."""
+
+    inputs: list[dict[str, Any]]
+    recorded: dict[str, Any] | None
+
+
+def turns_to_answer(messages: list[dict[str, Any]]) -> list[Turn]:
+    """The conversation cut where the target must answer; answers in a row are one, the last."""
+    turns: list[Turn] = []
+    current: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != "assistant":
+            current.append(message)
+        elif current:
+            turns.append(Turn(current, message))
+            current = []
+        elif turns:
+            turns[-1] = Turn(turns[-1].inputs, message)
+    if current:
+        turns.append(Turn(current, None))
+    return turns
+
+
+def canonical(raw: RawConversation, system_prompt: str | None, use: str) -> Conversation:
+    """Check and repair a conversation.
+
+    Leading assistant turns are dropped, and trailing ones where the target answers anew; a role that repeats stays
+    and is counted.
 
     Raises:
         RowError: with the reason the row is rejected by.
     """
-    if not isinstance(row, dict):
-        raise RowError("not_an_object", f"a row must be a JSON object, this is {type(row).__name__}")
-    if "messages" in row:
-        messages = _messages(row["messages"])
-    elif "prompt" in row:
-        if not isinstance(row["prompt"], str) or not row["prompt"].strip():
-            raise RowError("empty_prompt", "prompt is empty or not text")
-        messages = [{"role": "user", "content": row["prompt"]}]
-    else:
-        raise RowError("unknown_shape", f"neither prompt nor messages among {sorted(map(str, row))[:8]}")
-    if system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
-        messages = [{"role": "system", "content": system_prompt}, *messages]
+    notes: Counter[str] = Counter()
+    messages = [_canonical_message(m, number) for number, m in enumerate(raw.messages)]
+    start = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
+    while start < len(messages) and messages[start]["role"] == "assistant":
+        del messages[start]
+        notes["leading_assistant_dropped"] += 1
     if not any(m["role"] == "user" for m in messages):
         raise RowError("no_turns", "no user turn")
+    roles = [m["role"] for m in messages]
+    if any(a == b and a in ("user", "assistant") for a, b in pairwise(roles)):
+        notes["role_repeats"] += 1
+    if system_prompt is not None and roles[0] not in ("system", "developer"):
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    if any(m.get("reasoning_content") or (m["role"] == "assistant" and "</think>" in m["content"]) for m in messages):
+        notes["reasoning"] += 1
     if use == "regenerate":
-        while messages and messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
+        while messages[-1]["role"] == "assistant":
+            messages.pop()
     elif not any(m["role"] == "assistant" for m in messages):
         raise RowError("no_target_turn", "taken as it is, but no assistant turn")
-    template_kwargs = _mapping(row, "template_kwargs")
+    template_kwargs = dict(raw.template_kwargs)
     if taken := sorted(RESERVED_KWARGS & template_kwargs.keys()):
         raise RowError("bad_template_kwargs", f"{', '.join(taken)} cannot be set by a row")
-    domain = row.get("domain")
+    if raw.tools:
+        template_kwargs["tools"] = raw.tools
     return Conversation(
         messages=messages,
-        domain=domain if isinstance(domain, str) and domain else None,
+        domain=raw.domain,
         template_kwargs=template_kwargs,
-        sampling=_sampling(_mapping(row, "sampling")),
+        sampling=_sampling(raw.sampling),
+        shape=raw.shape,
+        private=raw.private,
+        notes=notes,
     )
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise RowError("no_turns", "messages is empty or not a list")
-    messages = []
-    for number, message in enumerate(value):
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in _ROLES:
-            raise RowError("unknown_role", f"message {number} has role {role!r}")
-        content = message.get("content")
-        if isinstance(content, list):
-            content = _flatten(content, number)
-        if content is not None and not isinstance(content, str):
-            raise RowError("bad_content", f"message {number} has content of type {type(content).__name__}")
-        kept = {k: v for k, v in message.items() if k in _KEPT_KEYS and v is not None}
-        if role == "assistant" and not (content or kept):
-            raise RowError("empty_assistant", f"message {number} is empty")
-        if role in ("user", "system") and not (content or "").strip():
-            raise RowError("empty_turn", f"message {number} ({role}) is empty")
-        messages.append({"role": role, "content": content or "", **kept})
-    return messages
-
-
-_KEPT_KEYS = ("reasoning_content", "tool_calls", "tool_call_id", "name")
+def _canonical_message(message: dict[str, Any], number: int) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in _ROLES:
+        raise RowError("unknown_role", f"message {number} has role {role!r}")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = _flatten(content, number)
+    elif isinstance(content, dict) and role == "tool":
+        content = json.dumps(content, ensure_ascii=False)
+    if content is not None and not isinstance(content, str):
+        raise RowError("bad_content", f"message {number} has content of type {type(content).__name__}")
+    kept: dict[str, Any] = {}
+    for key in ("reasoning_content", "tool_call_id", "name"):
+        if isinstance(message.get(key), str) and message[key]:
+            kept[key] = message[key]
+    if role == "assistant" and message.get("tool_calls"):
+        kept["tool_calls"] = _tool_calls(message["tool_calls"], number)
+    if role == "assistant" and not (content or "").strip() and not kept.keys() & {"reasoning_content", "tool_calls"}:
+        raise RowError("empty_assistant", f"message {number} is empty")
+    if role in ("user", "system", "developer") and not (content or "").strip():
+        raise RowError("empty_turn", f"message {number} ({role}) is empty")
+    return {"role": role, "content": content or "", **kept}
 
 
 def _flatten(parts: list[Any], number: int) -> str:
@@ -119,7 +160,9 @@ def _flatten(parts: list[Any], number: int) -> str:
     for part in parts:
         if isinstance(part, str):
             texts.append(part)
-        elif isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        elif isinstance(part, dict) and part.get("type") in ("text", "input_text", "output_text"):
+            if not isinstance(part.get("text"), str):
+                raise RowError("bad_content", f"message {number} has a text part without text")
             texts.append(part["text"])
         else:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -127,11 +170,37 @@ def _flatten(parts: list[Any], number: int) -> str:
     return "".join(texts)
 
 
-def _mapping(row: dict[str, Any], key: str) -> dict[str, Any]:
-    value = row.get(key) or {}
-    if not isinstance(value, dict):
-        raise RowError(f"bad_{key}", f"{key} is {type(value).__name__}, not an object")
-    return value
+def _tool_calls(calls: Any, number: int) -> list[dict[str, Any]]:
+    """Arguments as objects, as vLLM hands them to the template."""
+    if isinstance(calls, str):
+        try:
+            calls = json.loads(calls)
+        except ValueError as error:
+            raise RowError("bad_tool_call", f"message {number}: tool_calls is not JSON ({error})") from error
+    if not isinstance(calls, list):
+        raise RowError("bad_tool_call", f"message {number}: tool_calls is {type(calls).__name__}, not a list")
+    kept = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RowError("bad_tool_call", f"message {number}: a tool call has no function name")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except ValueError as error:
+                raise RowError(
+                    "bad_tool_arguments", f"message {number}: the arguments of {function['name']} are no JSON ({error})"
+                ) from error
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, dict):
+            raise RowError(
+                "bad_tool_arguments", f"message {number}: the arguments of {function['name']} are no JSON object"
+            )
+        identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        kept.append({**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return kept
 
 
 def _sampling(values: dict[str, Any]) -> dict[str, Any]:
@@ -144,109 +213,3 @@ def _sampling(values: dict[str, Any]) -> dict[str, Any]:
         if key in _WHOLE and value != int(value):
             raise RowError("bad_sampling", f"{key} = {value!r} is not a whole number")
     return values
-
-
-@dataclass(frozen=True)
-class Tokenised:
-    """Token ids of a conversation as the engine will see them."""
-
-    prompt_ids: list[int]
-    answer_ids: list[int] | None  # as_is only
-    loss_mask: list[bool] | None  # as_is only, over prompt + answer
-    method: str
-
-
-def turns_to_answer(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Groups of messages, each ending where the target must answer; recorded answers are left out."""
-    groups: list[list[dict[str, Any]]] = []
-    current: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] == "assistant":
-            if current:
-                groups.append(current)
-                current = []
-        else:
-            current.append(message)
-    if current:
-        groups.append(current)
-    return groups
-
-
-def tokenise_regenerate(renderer: Renderer, messages: list[dict[str, Any]], max_length: int) -> Tokenised:
-    """The prompt of the first turn.
-
-    Raises:
-        RowError: `prompt_too_long`, `template_rejects`.
-    """
-    ids = renderer.render(turns_to_answer(messages)[0], add_generation_prompt=True)
-    check_prompt_length(ids, max_length)
-    return Tokenised(ids, None, None, "engine")
-
-
-def check_prompt_length(ids: list[int], max_length: int) -> None:
-    """A prompt must leave room for an answer of two tokens: fewer supervise nothing (CONTRACTS.md section 2).
-
-    Raises:
-        RowError: `prompt_too_long`.
-    """
-    if len(ids) > max_length - 2:
-        raise RowError(
-            "prompt_too_long",
-            f"{len(ids)} prompt tokens leave no room for an answer in max_length {max_length}",
-        )
-
-
-def tokenise_as_is(
-    renderer: Renderer, messages: list[dict[str, Any]], max_length: int, method: str, eos: frozenset[int]
-) -> Tokenised:
-    """One render of the whole conversation, its mask, and the cut at `max_length`, checked in that order.
-
-    Raises:
-        RowError: `empty_mask` (the template has no tags, say), `no_mask_method` (not append-only),
-            `no_target_tokens_left` (nothing supervised survives the cut), `template_rejects`.
-    """
-    if method == "auto":
-        method = "generation_tags" if renderer.has_generation_tags else "prefix"
-    if method == "generation_tags":
-        ids, mask = renderer.render_with_tags(messages)
-    elif method == "prefix":
-        ids, mask = _prefix_mask(renderer, messages, eos)
-    elif method == "all":
-        ids = renderer.render(messages, add_generation_prompt=False)
-        mask = [True] * len(ids)
-    else:
-        raise RowError("no_mask_method", f"method {method!r} does not fit conversations taken as they are")
-    if not any(mask):
-        raise RowError("empty_mask", f"method {method} supervises no token")
-    ids, mask = ids[:max_length], mask[:max_length]
-    if not any(a and b for a, b in pairwise(mask)):
-        raise RowError("no_target_tokens_left", f"nothing supervised in the first {max_length} tokens")
-    end = max(i for i, m in enumerate(mask) if m) + 1
-    ids, mask = ids[:end], mask[:end]
-    start = max(1, mask.index(True))
-    return Tokenised(ids[:start], ids[start:], mask, method)
-
-
-def _prefix_mask(
-    renderer: Renderer, messages: list[dict[str, Any]], eos: frozenset[int]
-) -> tuple[list[int], list[bool]]:
-    """Mask by rendering each prefix: valid only where every prefix is a beginning of the whole."""
-    ids = renderer.render(messages, add_generation_prompt=False)
-    mask = [False] * len(ids)
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = renderer.render(messages[:number], add_generation_prompt=True)
-        after = renderer.render(messages[: number + 1], add_generation_prompt=False)
-        if ids[: len(before)] != before or ids[: len(after)] != after or len(after) <= len(before):
-            raise RowError(
-                "no_mask_method",
-                f"the template does not render message {number} append-only; regenerate it, or give a template"
-                " with generation tags",
-            )
-        end = len(after)
-        ends = [i for i in range(len(before), end) if ids[i] in eos]
-        if ends:
-            end = ends[-1] + 1  # what follows the end-of-turn token is the template's, not the target's
-        mask[len(before) : end] = [True] * (end - len(before))
-    return ids, mask

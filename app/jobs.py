@@ -57,29 +57,38 @@ def submit(config: Config, config_path: str, overrides: list[str], address: str 
     """Submit `draftmill run` on the working directory; returns the exit status.
 
     Raises:
-        UserError: the cluster cannot be reached, or the configuration file is outside the working directory.
+        UserError: the cluster cannot be reached or refuses the job, or this is no checkout.
     """
-    path = Path(config_path)
-    try:
-        inside = path.resolve().relative_to(Path.cwd())
-    except ValueError as error:
+    if not Path("app", "__main__.py").is_file():
         raise UserError(
-            f"{path} is outside the current folder, which is what gets submitted; run from its folder"
-        ) from error
+            "the current folder is what gets submitted, and it is no checkout of draftmill (it has no app/);"
+            " run this from the checkout"
+        )
+    path = Path(config_path).resolve()
+    inside = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    if inside.is_absolute():
+        print(f"{path} is outside the checkout: the cluster's head node must find it under that name too")
     run_dir = settle_run_dir(config).run_dir
     kept = [o for o in overrides if not o.startswith("run_dir=")]
     command = ["python", "-m", "app", "run", str(inside), *kept, f"run_dir={run_dir}"]
     address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
     client = _client(address)
     address = client.get_address()
-    job = client.submit_job(
-        entrypoint=shlex.join(command),
-        runtime_env={
-            "working_dir": ".",
-            "excludes": [".git", ".venv", "runs", ".setup.log", "*.safetensors"],
-        },
-        metadata={"run_dir": run_dir, "verb": "run"},
-    )
+    try:
+        job = client.submit_job(
+            entrypoint=shlex.join(command),
+            runtime_env={
+                "working_dir": ".",
+                "excludes": [".git", ".venv", "runs", ".setup.log", "*.safetensors"],
+            },
+            metadata={"run_dir": run_dir, "verb": "run"},
+        )
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        raise UserError(
+            f"the cluster at {address} did not take the job ({lines[0][:200] if lines else type(error).__name__});"
+            " if it names an agent, another Ray on that host may hold its ports: look at dashboard_agent.log there"
+        ) from error
     print(f"submitted {job} to {address}; run folder {run_dir}")
     hint = f"RAY_AUTH_MODE=token ray job logs --address {address} --follow {job}"
     if not follow:

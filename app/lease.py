@@ -53,13 +53,13 @@ class Holder:
 
 def holder_of(lease: Any) -> Holder | None:
     """Who holds a folder with this content of `lease.json`; None when nobody living does."""
-    if not isinstance(lease, dict) or not str(lease.get("pid", "")).isdigit():
+    if not isinstance(lease, dict) or not str(lease.get("pid", "")).isdecimal():
         return None
     pid, host = int(lease["pid"]), str(lease.get("host", ""))
     try:
         age = time.time() - float(lease.get("heartbeat", 0))
         timeout_s = float(lease.get("timeout_s", 60))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     here = host == host_identity()
     start = process_start(pid) if here else None

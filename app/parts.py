@@ -13,17 +13,21 @@ given up for dead can never overwrite what another has committed.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from app.runfolder import sealed, unsealed
 from app.storage import Store, explained, file_sha256
 
 PARTS = "generate/parts"
@@ -39,12 +43,20 @@ INGEST_SCHEMA = pa.schema(
         ("messages", pa.string()),  # JSON list
         ("template_kwargs", pa.string()),  # JSON
         ("sampling", pa.string()),  # JSON, the row's own values over generate's
+        ("private", pa.bool_()),  # no report shows its text
         (
-            "prompt_ids",
-            pa.list_(pa.int32()),
-        ),  # regenerate: the first turn's prompt; as_is: up to the first answer
-        ("answer_ids", pa.list_(pa.int32())),  # as_is only
-        ("loss_mask", pa.list_(pa.bool_())),  # as_is only, over prompt + answer
+            "requests",  # regenerate: the first turn's prompt alone; as_is: every sample
+            pa.list_(
+                pa.struct(
+                    [
+                        ("prompt_ids", pa.list_(pa.int32())),  # up to the first supervised token
+                        ("answer_ids", pa.list_(pa.int32())),  # as_is only
+                        ("loss_mask", pa.list_(pa.bool_())),  # as_is only, over prompt + answer
+                        ("truncated", pa.bool_()),
+                    ]
+                )
+            ),
+        ),
         ("mask_method", pa.string()),
     ]
 )
@@ -57,6 +69,7 @@ SAMPLE_SCHEMA = pa.schema(
         ("source", pa.string()),
         ("domain", pa.string()),
         ("use", pa.string()),
+        ("private", pa.bool_()),  # no report shows its text
         ("messages", pa.string()),  # JSON list, the answer included
         ("template_kwargs", pa.string()),
         ("sampling", pa.string()),  # JSON, as sent to the engine
@@ -81,6 +94,46 @@ def read_ingest_part(store: Store, part: int) -> list[dict[str, Any]]:
     """Rows of ingest part `part` (INGEST_SCHEMA)."""
     rows: list[dict[str, Any]] = pq.read_table(pa.BufferReader(store.read_bytes(ingest_part_path(part)))).to_pylist()
     return rows
+
+
+def ingest_table(rows: list[dict[str, Any]]) -> pa.Table:
+    """INGEST_SCHEMA rows, their token ids and masks as numpy arrays, as a table: made column by column, since Arrow
+    takes nested Python lists apart value by value."""
+    requests = [request for row in rows for request in row["requests"]]
+    struct = INGEST_SCHEMA.field("requests").type.value_type
+    children = [_lists([r[f.name] for r in requests], f.type.value_type) for f in struct if f.name != "truncated"]
+    children.append(pa.array([r["truncated"] for r in requests], pa.bool_()))
+    of_rows = pa.ListArray.from_arrays(
+        _offsets([len(row["requests"]) for row in rows]), pa.StructArray.from_arrays(children, fields=list(struct))
+    )
+    columns = [
+        of_rows if f.name == "requests" else pa.array([row[f.name] for row in rows], f.type) for f in INGEST_SCHEMA
+    ]
+    return pa.Table.from_arrays(columns, schema=INGEST_SCHEMA)
+
+
+def _lists(values: list[Any], value_type: pa.DataType) -> pa.ListArray:
+    """Arrays, or None, as one Arrow array of lists."""
+    flat = np.concatenate([v for v in values if v is not None] or [np.zeros(0, bool)])
+    absent = pa.array([v is None for v in values], pa.bool_())
+    lengths = [0 if v is None else len(v) for v in values]
+    return pa.ListArray.from_arrays(_offsets(lengths), pa.array(flat).cast(value_type), mask=absent)
+
+
+def _offsets(lengths: list[int]) -> pa.Array:
+    return pa.array(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32))
+
+
+def write_ingest_part(store: Store, part: int, table: pa.Table) -> None:
+    """Write `table` (INGEST_SCHEMA) as ingest part `part`: the same rows give the same bytes."""
+    store.write_bytes(ingest_part_path(part), ingest_part_bytes(table))
+
+
+def ingest_part_bytes(table: pa.Table) -> bytes:
+    buffer = pa.BufferOutputStream()
+    pq.write_table(table, buffer)
+    data: bytes = buffer.getvalue().to_pybytes()
+    return data
 
 
 @dataclass(frozen=True)
@@ -146,30 +199,87 @@ def write_part(
         )
         aux_start += len(state)
         teacher_start += len(positions)
+    return _commit(store, entry, full_rows, aux, teacher)
+
+
+def remove_conversations(store: Store, entry: PartEntry, ids: set[str], key: str) -> PartEntry:
+    """Write the part of `entry` anew without the conversations `ids`, commit it under `key`, delete its old files.
+
+    Killed in between, either the old part or the new one is committed, and `remove_orphans` deletes the rest.
+    """
+    table = pq.read_table(store.local(f"{PARTS}/{entry.files['rows']['name']}"))
+    rows = [row for row in table.to_pylist() if row["conversation_id"] not in ids]
+    aux: list[Tensor] = []
+    teacher: list[Tensor] = []
+    with safe_open(str(store.local(f"{PARTS}/{entry.files['states']['name']}")), "pt") as states:
+        for row in rows:
+            length = len(row["prompt_ids"]) + len(row["answer_ids"]) - 1
+            aux.append(states.get_slice("aux")[row["aux_start"] : row["aux_start"] + length])
+            start = row["teacher_start"]
+            teacher.append(states.get_slice("teacher")[start : start + row["teacher_rows"]])
+        empty = {name: states.get_slice(name)[:0] for name in ("aux", "teacher")}
+    starts = [0, 0]
+    for row, a, t in zip(rows, aux, teacher, strict=True):
+        row["aux_start"], row["teacher_start"] = starts
+        starts = [starts[0] + len(a), starts[1] + len(t)]
+    gone = {*table["conversation_id"].to_pylist(), *(r["id"] for r in entry.rejects)} & ids
+    finishes = Counter(row["finish_reason"] for row in rows)
+    left = {
+        **entry.__dict__,
+        "key": key,
+        "rows_in": entry.rows_in - len(gone),
+        "conversations": len({row["conversation_id"] for row in rows}),
+        "rejects": [r for r in entry.rejects if r["id"] not in ids],
+        "cut_short": [r for r in entry.cut_short if r["id"] not in ids],
+        "tokens": {
+            "prompt": sum(len(row["prompt_ids"]) for row in rows),
+            "answer": sum(len(row["answer_ids"]) for row in rows),
+            "supervised": sum(sum(row["loss_mask"]) for row in rows),
+        },
+        "finish_reasons": dict(finishes),
+    }
+    done = _commit(store, left, rows, aux or [empty["aux"]], teacher or [empty["teacher"]])
+    for kind, file in entry.files.items():
+        if file["name"] != done.files[kind]["name"]:
+            store.forget_copy(f"{PARTS}/{file['name']}")
+            store.delete(f"{PARTS}/{file['name']}")
+    return done
+
+
+def _commit(
+    store: Store, entry: dict[str, Any], rows: list[dict[str, Any]], aux: list[Tensor], teacher: list[Tensor]
+) -> PartEntry:
+    """Write the data files of a part, then its entry."""
     hidden = int(entry["hidden_size"])
     tensors = {
         "aux": torch.cat(aux) if aux else torch.zeros(0, 3 * hidden),
         "teacher": torch.cat(teacher) if teacher else torch.zeros(0, hidden),
     }
     name = part_name(entry["part"])
-    metadata = {
+    about = {
         "format": "draftmill-states",
-        "version": str(FORMAT_VERSION),
-        "layers": json.dumps(entry["layers"]),
+        "version": FORMAT_VERSION,
+        "layers": entry["layers"],
         "convention": "s_k: residual stream after k layers, un-normed; teacher: s_n before the final norm",
     }
+    metadata = {"draftmill": json.dumps(about)}  # one key: safetensors writes several in random order
     files = {
         "rows": _commit_file(
             store,
             name,
             "parquet",
-            lambda p: pq.write_table(pa.Table.from_pylist(full_rows, SAMPLE_SCHEMA), p),
+            lambda p: pq.write_table(pa.Table.from_pylist(rows, SAMPLE_SCHEMA), p),
         ),
         "states": _commit_file(store, name, "safetensors", lambda p: save_file(tensors, p, metadata)),
     }
     done = PartEntry(**{**entry, "samples": len(rows), "files": files})
-    store.write_json(f"{PARTS}/{name}.json", done.__dict__)
+    write_entry(store, done)
     return done
+
+
+def write_entry(store: Store, entry: PartEntry) -> None:
+    """Commit a part whose data files are in place."""
+    store.write_json(f"{PARTS}/{part_name(entry.part)}.json", sealed(entry.__dict__))
 
 
 def _commit_file(store: Store, name: str, suffix: str, write: Any) -> dict[str, Any]:
@@ -188,15 +298,13 @@ def _commit_file(store: Store, name: str, suffix: str, write: Any) -> dict[str, 
 
 def read_entry(store: Store, part: int) -> PartEntry | None:
     """The commit entry of `part`, or None where it is absent, cut or of another format."""
-    data = store.read_json(f"{PARTS}/{part_name(part)}.json")
-    if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
+    data = unsealed(store.read_json(f"{PARTS}/{part_name(part)}.json"))
+    if data is None or data.get("format_version") != FORMAT_VERSION or data.get("part") != part:
         return None
     try:
-        entry = PartEntry(**data)
-        whole = all({"name", "size", "sha256"} <= entry.files[kind].keys() for kind in ("rows", "states"))
-    except (TypeError, KeyError, AttributeError):
+        return PartEntry(**data)
+    except TypeError:
         return None
-    return entry if whole else None
 
 
 def entry_fault(store: Store, entry: PartEntry, key: str, verify: str) -> str | None:

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,9 +18,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from app.cluster import disconnect, is_connected
+from app.cluster import disconnect, is_connected, ray_fault
 from app.config import Config
 from app.errors import UserError
+from app.forgotten import refuse_half_forgotten
 from app.lease import Lease
 from app.runfolder import (
     Manifest,
@@ -34,6 +36,7 @@ from app.storage import explained
 from app.target import TargetInfo, check_aux_layers, default_aux_layers, inspect_target
 
 log = logging.getLogger("draftmill")
+STALE = "stale"  # in a manifest's `extra`: why its output must not be used again, in words
 
 
 @dataclass
@@ -107,6 +110,8 @@ def stage_state(stage: Stage, ctx: StageContext, stale_inputs: frozenset[str] = 
     manifest = ctx.run.manifest(stage.name)
     if manifest is None:
         return StageState("missing", ("not finished yet",))
+    if STALE in manifest.extra:
+        return StageState("stale", (str(manifest.extra[STALE]),))
     reasons: list[str] = []
     if manifest.code_version != stage.version:
         reasons.append("made by another version of draftmill")
@@ -114,7 +119,8 @@ def stage_state(stage: Stage, ctx: StageContext, stale_inputs: frozenset[str] = 
     for key in sorted(now.keys() | manifest.config.keys()):
         old, new = manifest.config.get(key), now.get(key)
         if old != new:
-            reasons.append(f"{key} changed: {_short(old)} -> {_short(new)}")
+            structured = isinstance(old, list | dict) and isinstance(new, list | dict)
+            reasons.append(f"{key} changed" if structured else f"{key} changed: {_short(old)} -> {_short(new)}")
     for name in stage.inputs:
         if name in stale_inputs:
             reasons.append(f"{name} is to be redone")
@@ -180,23 +186,34 @@ def run_stage(stage: Stage, ctx: StageContext) -> tuple[Manifest, bool]:
     return manifest, False
 
 
-def run_pipeline(config: Config, stages: list[Stage]) -> dict[str, dict[str, Any]]:
-    """Run `stages` in order on the run folder of `config`; returns per stage seconds and reused.
+Timings = dict[str, dict[str, Any]]  # stage -> seconds, reused
+
+
+def run_pipeline(
+    config: Config, stages: list[Stage], after: Callable[[Timings], None] = lambda timings: None
+) -> Timings:
+    """Run `stages` in order on the run folder of `config`; `after` is called when each is done.
 
     Raises:
         UserError: something a person can mend; the run resumes from there.
     """
     run = RunFolder(config.run_dir, config.storage.options)
     refuse_foreign_folder(run)
-    with _terminated_cleanly():
+    with terminated_cleanly():
         lease = Lease(run.store, config.storage.lease_timeout_s)
-        lease.acquire()
+        with explained(run.url):
+            lease.acquire()
         connected = is_connected()
         try:
             with _run_log(run):
-                return _run_stages(StageContext(config, run, lease), stages)
+                return _run_stages(StageContext(config, run, lease), stages, after)
         except BaseException as error:
             _let_go(error)
+            if (fault := ray_fault(error)) is not None:
+                raise UserError(
+                    f"Ray failed ({fault}); its logs are in /tmp/ray/session_latest/logs of the node. The same command"
+                    " resumes from what is committed"
+                ) from error
             raise
         finally:
             if not connected:
@@ -204,7 +221,8 @@ def run_pipeline(config: Config, stages: list[Stage]) -> dict[str, dict[str, Any
             lease.release()
 
 
-def _run_stages(ctx: StageContext, stages: list[Stage]) -> dict[str, dict[str, Any]]:
+def _run_stages(ctx: StageContext, stages: list[Stage], after: Callable[[Timings], None]) -> Timings:
+    refuse_half_forgotten(ctx.run.store)
     _ = ctx.layers  # the target and its layers are checked before any work
     for stage in stages:
         if stage.check is not None:
@@ -213,10 +231,11 @@ def _run_stages(ctx: StageContext, stages: list[Stage]) -> dict[str, dict[str, A
     if removed:
         log.info("removed %d unfinished files of a run that was cut off", removed)
     ctx.run.write_config(ctx.config)
-    timings = {}
+    timings: Timings = {}
     for stage in stages:
         manifest, reused = run_stage(stage, ctx)
         timings[stage.name] = {"seconds": manifest.seconds, "reused": reused}
+        after(timings)
     return timings
 
 
@@ -226,6 +245,9 @@ def _let_go(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
     gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("StreamingExecutor"):  # Ray Data's: one that outlives its cluster ends the process
+            thread.join(timeout=15)
 
 
 def refuse_foreign_folder(run: RunFolder) -> None:
@@ -234,7 +256,7 @@ def refuse_foreign_folder(run: RunFolder) -> None:
     Raises:
         UserError: the folder holds something and is no run folder.
     """
-    names = {*run.store.files(), *run.store.folders()} - {"logs", "tmp", "lease.json"}
+    names = {*run.store.files(), *run.store.folders()} - {"logs", "tmp", "lease.json", "plan.json"}
     if not names:
         return
     try:
@@ -249,7 +271,7 @@ def refuse_foreign_folder(run: RunFolder) -> None:
 
 
 @contextlib.contextmanager
-def _terminated_cleanly() -> Iterator[None]:
+def terminated_cleanly() -> Iterator[None]:
     """SIGTERM ends the run as an interrupt does: the lease is released and committed work stays."""
 
     def stop(signum: int, frame: Any) -> None:
@@ -279,6 +301,7 @@ def _run_log(run: RunFolder) -> Iterator[None]:
         else:
             path = Path(tempfile.gettempdir()) / f"draftmill-{os.getpid()}-{stamp}.log"
         handler = logging.FileHandler(path, encoding="utf-8")
+    handler.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk is told once, by who writes
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     handler.addFilter(RedactingFilter())
     log.addHandler(handler)
@@ -290,7 +313,8 @@ def _run_log(run: RunFolder) -> Iterator[None]:
         raise
     finally:
         log.removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):  # a full disk
+            handler.close()
         if not run.store.is_local:
             with contextlib.suppress(Exception):
                 run.store.put(path, name)

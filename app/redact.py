@@ -14,7 +14,7 @@ _HARMLESS_KEY = re.compile(r"tokens|token_id|tokenizer|^pad_token|^eos_token|^bo
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_\-]{20,}|AKIA[0-9A-Z]{16}|gh[pousr]_[A-Za-z0-9]{30,}|xox[baprs]-[A-Za-z0-9\-]{10,})"
 )
-_URL_USERINFO = re.compile(r"(\b[a-z][a-z0-9+.\-]*://)[^/@\s]+@", re.I)
+_URL_USERINFO = re.compile(r"(\b[a-z][a-z0-9+.\-]*://)[^/\s]+@", re.I)
 _URL_QUERY = re.compile(r"([?&][^=&\s]*(?:token|signature|sig|key|secret|credential|password)[^=&\s]*=)[^&\s*]+", re.I)
 
 

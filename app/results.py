@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.runfolder import RunFolder
+from app.runfolder import Manifest, RunFolder
 
 
 def collect(run: RunFolder) -> dict[str, Any]:
     """What the manifests of the finished stages say; absent stages leave their keys out."""
     results: dict[str, Any] = {}
-    ingest, generate = run.manifest("ingest"), run.manifest("generate")
+    ingest, generate = _current(run, "ingest"), _current(run, "generate")
     if ingest is not None:
         rejected = dict(ingest.counts["rejected"])
         kept = ingest.counts["kept"]
@@ -18,9 +18,16 @@ def collect(run: RunFolder) -> dict[str, Any]:
             kept = generate.counts["kept"]
             for reason, count in generate.counts["rejected"].items():
                 rejected[reason] = rejected.get(reason, 0) + count
-        results["rows"] = {"in": ingest.counts["rows_in"], "kept": kept, "rejected": sum(rejected.values())}
+        results["rows"] = {
+            "in": ingest.counts["rows_in"],
+            "kept": kept,
+            "rejected": sum(rejected.values()),
+            "not_drawn": ingest.counts["not_drawn"],
+        }
         results["reject_reasons"] = rejected
         results["sources"] = ingest.counts["sources"]
+        results["skipped_sources"] = ingest.counts["skipped_sources"]
+        results["benchmark_overlap"] = ingest.counts["overlap"]
     if generate is not None:
         tokens = generate.counts["tokens"]
         results["tokens"] = tokens["prompt"] + tokens["answer"]
@@ -30,11 +37,21 @@ def collect(run: RunFolder) -> dict[str, Any]:
         results["finish_reasons"] = generate.counts["finish_reasons"]
         results["aux_layers"] = generate.extra["layers"]
         results["versions"] = generate.versions
-    for stage in ("vocab", "train", "export", "evaluate", "bench"):
-        manifest = run.manifest(stage)
+    for stage in ("quality", "vocab", "train", "export", "evaluate", "bench"):
+        manifest = _current(run, stage)
         if manifest is not None:
             results[stage] = manifest.counts
     return results
+
+
+def _current(run: RunFolder, stage: str) -> Manifest | None:
+    """The manifest of a stage, unless an input was made again since: then its numbers are of another run."""
+    manifest = run.manifest(stage)
+    if manifest is None:
+        return None
+    inputs = {name: run.manifest(name) for name in manifest.inputs if " " not in name}
+    stale = any(m is not None and m.digest != manifest.inputs[name] for name, m in inputs.items())
+    return None if stale else manifest
 
 
 def write_results(run: RunFolder, timings: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -56,8 +73,11 @@ def summary_lines(url: str, results: dict[str, Any]) -> list[str]:
         reasons = ", ".join(f"{r} {n}" for r, n in results["reject_reasons"].items())
         line(
             "rows",
-            f"{rows['in']} in, {rows['kept']} kept, {rows['rejected']} rejected{f' ({reasons})' if reasons else ''}",
+            f"{rows['in']} in, {rows['kept']} kept, {rows['rejected']} rejected{f' ({reasons})' if reasons else ''}"
+            + (f", {rows['not_drawn']} not drawn" if rows["not_drawn"] else ""),
         )
+    for name, why in results.get("skipped_sources", {}).items():
+        line("SKIPPED", f"source {name}: {why.partition(': ')[2]}")
     if "tokens" in results:
         t = results["tokens_by_kind"]
         line("tokens", f"{results['tokens']:,} ({t['prompt']:,} prompt, {t['answer']:,} answer)")

@@ -51,11 +51,9 @@ class RunFolder:
         return self.store.url
 
     def manifest(self, stage: str) -> Manifest | None:
-        """The manifest of a finished stage; None where there is none, or one of another version."""
-        data = self.store.read_json(f"{stage}/manifest.json")
-        if not isinstance(data, dict) or data.get("manifest_version") != MANIFEST_VERSION:
-            return None
-        if not all(isinstance(data.get(k), dict) for k in ("config", "inputs", "outputs", "counts", "seeds", "extra")):
+        """The manifest of a finished stage; None where there is none, a damaged one, or one of another version."""
+        data = unsealed(self.store.read_json(f"{stage}/manifest.json"))
+        if data is None or data.get("manifest_version") != MANIFEST_VERSION:
             return None
         try:
             return Manifest(**data)
@@ -63,7 +61,7 @@ class RunFolder:
             return None
 
     def write_manifest(self, manifest: Manifest) -> None:
-        self.store.write_json(f"{manifest.stage}/manifest.json", asdict(manifest))
+        self.store.write_json(f"{manifest.stage}/manifest.json", sealed(asdict(manifest)))
 
     def write_config(self, config: Config) -> None:
         self.store.write_bytes("config.yaml", redact(config.to_yaml()).encode())
@@ -83,6 +81,20 @@ class RunFolder:
             if verify == "checksum" and self.store.sha256(path) != expected["sha256"]:
                 return f"{path} does not match its checksum"
         return None
+
+
+def sealed(data: dict[str, Any]) -> dict[str, Any]:
+    """Plain data with a checksum of itself, so that what was damaged or changed by hand is not taken for true."""
+    plain = json.loads(json.dumps(data))
+    return {**plain, "checksum": digest_of(plain)}
+
+
+def unsealed(data: Any) -> dict[str, Any] | None:
+    """What `sealed` was given, or None where the checksum does not fit."""
+    if not isinstance(data, dict):
+        return None
+    plain = {k: v for k, v in data.items() if k != "checksum"}
+    return plain if data.get("checksum") == digest_of(plain) else None
 
 
 def digest_of(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from app.captured import CONFIG_KEYS
 from app.errors import UserError
 from app.pipeline import Stage
-from app.pipelines import bench, evaluate, export, generate, ingest, report, vocab
+from app.pipelines import bench, evaluate, export, generate, ingest, quality, report, vocab
 from app.train import stage as train
 
 # The split into train, validation and holdout is a pure function of the conversations and these values.
@@ -17,12 +17,14 @@ STAGES: tuple[Stage, ...] = (
         ingest.run,
         config_keys=(
             "sources",
+            "ingest",
             "target.template_kwargs",
             "generate.max_length",
             "capture.mask",
             "capture.max_empty_mask_share",
             "storage.rows_per_part",
         ),
+        execution_keys=("ingest.workers",),
         outside=ingest.outside,
     ),
     Stage(
@@ -33,6 +35,7 @@ STAGES: tuple[Stage, ...] = (
         outside=generate.outside,
         unfinished=generate.unfinished,
     ),
+    Stage("quality", quality.run, inputs=("generate",), config_keys=("quality",)),
     Stage("vocab", vocab.run, inputs=("generate",), config_keys=("vocab", *_SPLIT)),
     Stage(
         "train",
@@ -59,7 +62,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "report",
         report.run,
-        inputs=("ingest", "generate", "vocab", "train", "export", "evaluate", "bench"),
+        inputs=("ingest", "generate", "quality", "vocab", "train", "export", "evaluate", "bench"),
     ),
 )
 

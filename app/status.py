@@ -12,6 +12,7 @@ import yaml
 from app.captured import part_keys
 from app.config import Config, apply_overrides, load_config, parse_config
 from app.errors import UserError
+from app.forgotten import read_forgotten
 from app.lease import read_holder
 from app.parts import committed_parts
 from app.pipeline import StageContext, StageState, stage_state
@@ -25,7 +26,7 @@ def status_lines(run: str, overrides: list[str]) -> list[str]:
     Raises:
         UserError: there is no run at that place.
     """
-    config = _config_of(run, overrides)
+    config = config_of(run, overrides)
     # A look must not read terabytes: sizes are compared here, checksums when the run goes on.
     config = config.model_copy(update={"storage": config.storage.model_copy(update={"verify": "size"})})
     folder = RunFolder(config.run_dir, config.storage.options)
@@ -34,6 +35,8 @@ def status_lines(run: str, overrides: list[str]) -> list[str]:
     holder = read_holder(folder.store)
     if holder is not None:
         lines.append(f"running: pid {holder.pid} on {holder.host}, last heartbeat {holder.age:.0f} s ago")
+    if (pending := read_forgotten(folder.store).pending) is not None:
+        lines.append(f"a forgetting was cut off; finish it: draftmill forget {folder.url} {' '.join(pending['ids'])}")
     redo: set[str] = set()
     for stage in STAGES:
         state = stage_state(stage, ctx, frozenset(redo))
@@ -54,7 +57,7 @@ def _line(name: str, state: StageState, ctx: StageContext) -> str:
         keys = part_keys(ctx)
         valid, _ = committed_parts(ctx.run.store, keys, "size")
         details.append(f"{len(valid)} of {len(keys)} parts are committed")
-    if name == "train" and state.state == "running" and (row := _last_metrics(ctx)) is not None:
+    if name == "train" and state.state != "stale" and (row := _last_metrics(ctx)) is not None:
         details.append(f"step {row['step']}, epoch {row['epoch']:.2f} of {ctx.config.train.epochs:g}")
     return f"  {name:<9} {state.state:<8} {'; '.join(details)}".rstrip()
 
@@ -62,18 +65,28 @@ def _line(name: str, state: StageState, ctx: StageContext) -> str:
 def _last_metrics(ctx: StageContext) -> dict[str, Any] | None:
     """The last whole line of the training log."""
     try:
-        lines = ctx.run.store.read_bytes("train/metrics.jsonl").decode().splitlines()
+        lines = ctx.run.store.read_bytes("train/metrics.jsonl").decode(errors="replace").splitlines()
     except FileNotFoundError:
         return None
     for line in reversed(lines):
         with contextlib.suppress(ValueError):
             row = json.loads(line)
-            if {"step", "epoch"} <= row.keys():
+            if isinstance(row, dict) and {"step", "epoch"} <= row.keys():
                 return dict(row)
     return None
 
 
-def _config_of(run: str, overrides: list[str]) -> Config:
+def config_of(run: str, overrides: list[str]) -> Config:
+    """The configuration of a run folder, or of a YAML file.
+
+    Raises:
+        UserError: there is no run at that place.
+    """
+    """The configuration of a run folder, or of a YAML file.
+
+    Raises:
+        UserError: there is no run at that place.
+    """
     if run.endswith((".yaml", ".yml")) and "://" not in run and Path(run).is_file():
         return load_config(run, overrides)
     folder = RunFolder(run)

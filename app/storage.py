@@ -98,10 +98,10 @@ class Store:
         return data
 
     def read_json(self, path: str) -> Any:
-        """Parsed JSON, or None where the file is absent or cut."""
+        """Parsed JSON, or None where the file is absent, cut or no JSON."""
         try:
             return json.loads(self.read_bytes(path))
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, RecursionError):
             return None
 
     def write_bytes(self, path: str, data: bytes) -> None:
@@ -181,10 +181,7 @@ class Store:
         """A local file with the content of `path`: itself when local, else a copy fetched once per process tree."""
         if self.is_local:
             return Path(self.full(path))
-        cache = Path(tempfile.gettempdir()) / "draftmill-cache" / hashlib.sha256(self.url.encode()).hexdigest()[:12]
-        info = self._fs.info(self.full(path))
-        tag = hashlib.sha256(f"{path}:{info['size']}:{info.get('ETag') or info.get('mtime')}".encode()).hexdigest()[:12]
-        copy = cache / tag / path.rsplit("/", 1)[-1]
+        copy = self._copy(path)
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             temp = copy.with_name(f"{copy.name}{_TEMP_MARK}{uuid.uuid4().hex[:8]}")
@@ -192,6 +189,24 @@ class Store:
                 self._fs.get_file(self.full(path), str(temp))
             os.replace(temp, copy)
         return copy
+
+    def forget_copy(self, path: str) -> None:
+        """Delete what `local` keeps of `path` on this machine, if that is a copy."""
+        if not self.is_local:
+            shutil.rmtree(self._copy(path).parent, ignore_errors=True)
+
+    def _copy(self, path: str) -> Path:
+        cache = Path(tempfile.gettempdir()) / "draftmill-cache" / hashlib.sha256(self.url.encode()).hexdigest()[:12]
+        info = self._fs.info(self.full(path))
+        tag = hashlib.sha256(f"{path}:{info['size']}:{info.get('ETag') or info.get('mtime')}".encode()).hexdigest()[:12]
+        return cache / tag / path.rsplit("/", 1)[-1]
+
+    def walk(self) -> list[str]:
+        """Every file of the folder, sorted."""
+        with explained(self.url):
+            self._fs.invalidate_cache(self.root)
+            found = self._fs.find(self.root)
+        return sorted(str(p)[len(self.root) + 1 :] for p in found)
 
     def local_folder(self, path: str) -> Path:
         """As `local`, for a folder of plain files."""
@@ -265,6 +280,8 @@ def explained(url: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
+        if str(error.filename or "").startswith(("/proc/", "/sys/")):
+            raise UserError(f"{url} cannot be made; choose another run_dir") from error
         if "bucket" in str(error).lower():
             raise UserError(f"{url}: the bucket does not exist; create it or change the location") from error
         raise
@@ -280,7 +297,7 @@ def explained(url: str) -> Iterator[None]:
         raise
     except (IsADirectoryError, NotADirectoryError, FileExistsError) as error:
         wanted = "a file" if isinstance(error, IsADirectoryError) else "a folder"
-        path = error.filename or "something"
+        path = error.filename2 or error.filename or "something"
         raise UserError(f"{url}: {path} stands where {wanted} belongs; move it away") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -10,6 +10,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from app.rope import rope_of_config
 
 # Gain stored as (1 + w): the Gemma form of RMSNorm, which Qwen3-Next and Qwen3.5 took over.
 _PLUS_ONE_NORM = {"gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
+_PIECES, _PIECE = 256, 1 << 16  # bytes
 _TEMPLATE_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
 
 
@@ -50,7 +52,7 @@ class TargetInfo:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     quantization: str | None
-    weights_digest: str  # config and weight files, by content of the config and size of the weights
+    weights_digest: str  # of config and weight files, see `_digest_files`
     tokenizer_digest: str
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -191,12 +193,20 @@ def check_aux_layers(layers: list[int], num_layers: int) -> tuple[int, int, int]
     return (layers[0], layers[1], layers[2])
 
 
-def _digest_files(paths: list[Path], by_content: bool) -> str:
+def _digest_files(paths: list[Path]) -> str:
+    """Digest of names, sizes and content. Of a large file 256 spread pieces stand for the rest: weights that were
+    trained further differ everywhere, and reading terabytes at every start would cost more than it saves."""
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(f"{path.name}:{path.stat().st_size};".encode())
-        if by_content:
-            digest.update(path.read_bytes())
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size};".encode())
+        with open(path, "rb") as file:
+            if size <= 2 * _PIECES * _PIECE:
+                digest.update(file.read())
+                continue
+            for number in range(_PIECES):
+                file.seek((size - _PIECE) * number // (_PIECES - 1))
+                digest.update(file.read(_PIECE))
     return digest.hexdigest()[:16]
 
 
@@ -229,7 +239,7 @@ def inspect_target(
     tokenizer = load_tokenizer(folder, trust_remote_code, chat_template)
     files = [folder / f for f in _TEMPLATE_FILES if (folder / f).exists()]
     template_text = str(tokenizer.chat_template or "")
-    tokenizer_digest = hashlib.sha256((_digest_files(files, True) + template_text).encode()).hexdigest()[:16]
+    tokenizer_digest = hashlib.sha256((_digest_files(files) + template_text).encode()).hexdigest()[:16]
     weights = sorted(folder.glob("*.safetensors"))
     return TargetInfo(
         model=str(folder),
@@ -252,7 +262,7 @@ def inspect_target(
         eos_token_ids=tuple(dict.fromkeys(eos)),
         pad_token_id=config.get("pad_token_id"),
         quantization=(raw.get("quantization_config") or {}).get("quant_method"),
-        weights_digest=_digest_files([folder / "config.json"], True) + _digest_files(weights, False),
+        weights_digest=_digest_files([folder / "config.json", *weights]),
         tokenizer_digest=tokenizer_digest,
         extra={
             "model_type": config.get("model_type", ""),
@@ -323,7 +333,10 @@ def load_tokenizer(
         path = Path(chat_template)
         if not path.is_file():
             raise UserError(f"target.chat_template {chat_template} is not a file")
-        tokenizer.chat_template = path.read_text()
+        try:
+            tokenizer.chat_template = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"target.chat_template {chat_template} is not UTF-8 text") from error
     return tokenizer
 
 
@@ -334,16 +347,25 @@ class Renderer:
         if not tokenizer.chat_template:
             raise UserError("the target's tokenizer has no chat template; give one with target.chat_template")
         self.tokenizer = tokenizer
+        self.template: Any = tokenizer.chat_template  # text, or named texts that the tokenizer chooses from
         self.template_kwargs = dict(template_kwargs or {})
 
     @cached_property
-    def has_generation_tags(self) -> bool:
-        return "{% generation" in str(self.tokenizer.chat_template) or "{%- generation" in str(
-            self.tokenizer.chat_template
-        )
+    def is_fast(self) -> bool:
+        """Whether the tokenizer tells where in the text its tokens lie."""
+        return bool(self.tokenizer.is_fast)
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
-        """Token ids of `messages`.
+    @cached_property
+    def has_generation_tags(self) -> bool:
+        return "{% generation" in str(self.template) or "{%- generation" in str(self.template)
+
+    @cached_property
+    def thinks(self) -> bool:
+        """Whether the template knows thinking: then the target writes some before it answers."""
+        return "</think>" in str(self.template)
+
+    def text(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        """`messages` as the template writes them.
 
         Raises:
             RowError: `template_rejects`, with the template's own words.
@@ -351,14 +373,49 @@ class Renderer:
         try:
             out: Any = self.tokenizer.apply_chat_template(
                 messages,
-                tokenize=True,
+                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                return_dict=True,
+                chat_template=self.template if isinstance(self.template, str) else None,
                 **self.template_kwargs,
             )
         except Exception as error:
             raise RowError("template_rejects", f"{type(error).__name__}: {str(error)[:200]}") from error
-        return list(out["input_ids"])
+        return str(out)
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> list[int]:
+        """Token ids of `messages`: the text of one render, tokenised once.
+
+        Raises:
+            RowError: `template_rejects`.
+        """
+        return self.encode(self.text(messages, add_generation_prompt))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of rendered text; the template has put every special token there already."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """As `encode`, for many texts at once."""
+        return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
+
+    def tokens(self, text: str, cuts: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of `text` and the characters each covers; of a slow tokenizer, only the piece between `cuts`.
+
+        Raises:
+            RowError: `no_mask_method`, where a slow tokenizer's tokens lie across a cut.
+        """
+        if self.is_fast:
+            out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            return list(out["input_ids"]), list(out["offset_mapping"])
+        ids: list[int] = []
+        places: list[tuple[int, int]] = []
+        for begin, end in pairwise(sorted({0, *cuts, len(text)})):
+            piece = self.encode(text[begin:end])
+            ids += piece
+            places += [(begin, end)] * len(piece)
+        if ids != self.encode(text):
+            raise RowError("no_mask_method", "a token lies across the boundary of an answer")
+        return ids, places
 
     def render_with_tags(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[bool]]:
         """Token ids and the assistant mask from the template's generation tags.
@@ -372,6 +429,7 @@ class Renderer:
                 tokenize=True,
                 return_dict=True,
                 return_assistant_tokens_mask=True,
+                chat_template=self.template if isinstance(self.template, str) else None,
                 **self.template_kwargs,
             )
         except Exception as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,14 @@ def tiny_draft(tiny_target: TargetInfo, tiny_embed: Tensor, tmp_path: Path) -> P
     """A right draft checkpoint for TINY, to break."""
     config = draft_config(tiny_target)
     return write_checkpoint(tmp_path / "draft", config, random_tensors(config), tiny_embed, tiny_target)
+
+
+@pytest.fixture
+def quiet_log() -> Iterator[None]:
+    """For tests that call the command line in this process: its log handler, made for their stderr, goes with them."""
+    log = logging.getLogger("draftmill")
+    handlers, propagate, level = list(log.handlers), log.propagate, log.level
+    log.handlers = []
+    yield
+    log.handlers, log.propagate = handlers, propagate
+    log.setLevel(level)

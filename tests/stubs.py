@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from app.engine.base import Completion, EngineError, EngineSpec, Request
 from app.errors import RowError
+from app.target import load_tokenizer
 
 HIDDEN = 64  # of the tiny target
 END = 2  # answers end with the tiny tokenizer's end token
@@ -41,7 +43,8 @@ class StubEngine:
     STUB_DELAY: seconds a request; STUB_LENGTH: tokens of an answer; STUB_BAD_STATES: fault of the third request;
     STUB_RAISE: every n-th request is refused; STUB_DIE_ONCE: SIGKILL itself when this file is absent, after making it;
     STUB_DIE_ALWAYS: the same each time; STUB_ENGINE_ERROR_ONCE: a file, the engine fails once; STUB_LOG: a file that
-    gets a line per finished request.
+    gets a line per finished request; STUB_SCRIPT: a JSON file, text at the prompt's end -> text of the answer (cut by
+    length where it ends in "...").
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -71,6 +74,8 @@ class StubEngine:
         else:
             answer = answer_of(request.request_id, int(self.options.get("STUB_LENGTH", "12")))
             reason = "stop"
+            if self.options.get("STUB_SCRIPT"):
+                answer, reason = self._scripted(request, Path(self.options["STUB_SCRIPT"]))
         states = states_of(request.prompt_ids + answer)
         fault = self.options.get("STUB_BAD_STATES")
         if fault and number == 3:
@@ -87,6 +92,14 @@ class StubEngine:
             with open(self.options["STUB_LOG"], "a") as log:
                 log.write(f"{request.request_id} {os.getpid()}\n")
         return Completion(answer, reason, states)
+
+    def _scripted(self, request: Request, script: Path) -> tuple[list[int], str]:
+        tokenizer = load_tokenizer(self.spec.model)
+        prompt = str(tokenizer.decode(request.prompt_ids))
+        found = {prompt.rfind(key): text for key, text in json.loads(script.read_text()).items() if key in prompt}
+        text = found[max(found)]
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return (ids, "length") if text.endswith("...") else ([*ids, END], "stop")
 
     def close(self) -> None:
         pass

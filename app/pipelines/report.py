@@ -14,7 +14,7 @@ from app.results import collect
 from app.runfolder import RunFolder
 
 _TEMPLATE = Path(__file__).with_name("report.html.jinja")
-_STAGES = ("ingest", "generate", "vocab", "train", "export", "evaluate", "bench")
+_STAGES = ("ingest", "generate", "quality", "vocab", "train", "export", "evaluate", "bench")
 
 
 def run(ctx: StageContext) -> StageResult:

@@ -41,7 +41,7 @@ def run(ctx: StageContext) -> StageResult:
         "vocab": ctx.input("vocab").digest,
         "settings": digest_of([shaping, shape.model_dump(mode="json")]),
     }
-    if store.read_json(_INPUTS) != inputs:
+    if store.read_json(_INPUTS) != inputs or _best_is_damaged(ctx):
         store.delete(FOLDER)
         store.write_json(_INPUTS, inputs)
     store.delete(_FAULT)
@@ -64,16 +64,30 @@ def run(ctx: StageContext) -> StageResult:
             "train: the workers ended without a summary; look at their logs, then run the same command again"
         )
     outputs = [f"{FOLDER}/{SUMMARY}", f"{FOLDER}/metrics.jsonl"]
-    last = max(store.folders(f"{FOLDER}/checkpoints"))
-    outputs += [f"{FOLDER}/checkpoints/{last}/{name}" for name in ("weights.safetensors", "state.json")]
+    weights = [f"{FOLDER}/checkpoints/step-{summary['steps']:08d}/weights.safetensors"]
     if store.exists(f"{FOLDER}/best/state.json"):
-        outputs += [f"{FOLDER}/best/{name}" for name in ("weights.safetensors", "state.json")]
+        weights.append(f"{FOLDER}/best/weights.safetensors")
+    outputs += [*weights, *(path.replace("weights.safetensors", "state.json") for path in weights)]
     return StageResult(
         outputs=outputs,
+        # What is trained, not when: a training done again to the same weights changes nothing after it.
+        digest=digest_of([shape.model_dump(mode="json"), *(store.sha256(path) for path in weights)]),
         counts={k: v for k, v in summary.items() if k != "validation"},
         seeds={"train": config.train.seed},
         extra={"draft_config": shape.model_dump(mode="json")},
     )
+
+
+def _best_is_damaged(ctx: StageContext) -> bool:
+    """Whether the weights of the best validation are no longer what training wrote: only training makes them again."""
+    done = ctx.run.manifest("train")
+    paths = [p for p in (done.outputs if done is not None else {}) if p.startswith(f"{FOLDER}/best/")]
+    assert done is not None or not paths
+    for path in paths:
+        if ctx.run.store.size(path) is None or ctx.run.store.sha256(path) != done.outputs[path]["sha256"]:  # type: ignore[union-attr]
+            log.warning("train: %s is missing or damaged; the training is done again", path)
+            return True
+    return False
 
 
 def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:

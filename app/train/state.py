@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,14 @@ from torch import Tensor
 
 from app.draft_config import DraftConfig
 from app.errors import UserError
+from app.runfolder import sealed, unsealed
 from app.storage import Store, file_sha256
 from app.train.draft import Eagle3Draft
 
 log = logging.getLogger("draftmill")
 
 FOLDER = "checkpoints"
+_STEP = re.compile(r"step-\d{8}")
 BEST = "best"
 
 
@@ -62,10 +65,9 @@ def save_best(store: Store, weights: dict[str, Tensor], meta: dict[str, Any]) ->
 
 def load_latest(store: Store, fingerprint: str) -> SavedState | None:
     """The newest whole checkpoint or None; one of other data or settings (`fingerprint`) is not taken."""
-    for name in sorted(store.folders(FOLDER), reverse=True):
-        folder = f"{FOLDER}/{name}"
-        meta = store.read_json(f"{folder}/state.json")
-        if not isinstance(meta, dict) or not {"fingerprint", "sizes", "sha256", "step"} <= meta.keys():
+    for folder in _checkpoints(store):
+        meta = _meta(store, folder, ("weights", "optimizer"))
+        if meta is None or not {"fingerprint", "step"} <= meta.keys() or folder != f"{FOLDER}/step-{meta['step']:08d}":
             continue
         if meta["fingerprint"] != fingerprint:
             log.warning("training: %s/%s was made with other data or settings and is not used", store.url, folder)
@@ -86,15 +88,20 @@ def read_weights(store: Store, which: str) -> tuple[dict[str, Tensor], dict[str,
     """Weights (fp32) and state of the "last" or "best" checkpoint in training folder `store`.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it is damaged.
     """
-    best = store.read_json(f"{BEST}/state.json")
-    if which == "best" and best is not None:
-        return _read(store, BEST, "weights", best), best
-    for name in sorted(store.folders(FOLDER), reverse=True):
-        meta = store.read_json(f"{FOLDER}/{name}/state.json")
-        if meta is not None:
-            return _read(store, f"{FOLDER}/{name}", "weights", meta), meta
+    for folder in [BEST, *_checkpoints(store)] if which == "best" else _checkpoints(store):
+        meta = _meta(store, folder, ("weights",))
+        if meta is None:
+            if folder == BEST and store.exists(BEST):
+                raise UserError(f"{store.url}: the best checkpoint is damaged; remove {store.url} and train again")
+            continue
+        try:
+            return _read(store, folder, "weights", meta), meta
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(
+                f"{store.url}: {error}; run again with storage.verify=checksum, which trains on from a whole checkpoint"
+            ) from error
     raise UserError(f"{store.url} holds no finished checkpoint; run the train stage")
 
 
@@ -131,12 +138,14 @@ class Metrics:
     def __init__(self, store: Store, resume_step: int) -> None:
         """Lines after `resume_step` belong to steps that will be done again and are dropped."""
         self.store, self.lines = store, list[str]()
+        if resume_step and not store.exists(self.PATH):
+            log.warning("training: %s/%s is gone; the report will lack what it held", store.url, self.PATH)
         if store.exists(self.PATH):
-            for line in store.read_bytes(self.PATH).decode().splitlines():
+            for line in store.read_bytes(self.PATH).decode(errors="replace").splitlines():
                 try:
                     if json.loads(line)["step"] <= resume_step:
                         self.lines.append(line)
-                except (ValueError, KeyError):
+                except (ValueError, KeyError, TypeError):
                     continue  # the last line of a killed run may be cut
         self.flush()
 
@@ -150,6 +159,11 @@ class Metrics:
         self.store.write_bytes(self.PATH, "".join(line + "\n" for line in self.lines).encode())
 
 
+def _checkpoints(store: Store) -> list[str]:
+    """Folders of checkpoints, the newest first; others that people put there are none."""
+    return [f"{FOLDER}/{name}" for name in sorted(store.folders(FOLDER), reverse=True) if _STEP.fullmatch(name)]
+
+
 def _commit(store: Store, folder: str, files: dict[str, dict[str, Tensor]], meta: dict[str, Any]) -> None:
     store.delete(f"{folder}/state.json")
     sizes, digests = {}, {}
@@ -160,7 +174,16 @@ def _commit(store: Store, folder: str, files: dict[str, dict[str, Tensor]], meta
             sizes[name], digests[name] = local.stat().st_size, file_sha256(local)
         if store.size(path) != sizes[name]:
             raise UserError(f"{store.url}/{path} was not written whole; is the storage full?")
-    store.write_json(f"{folder}/state.json", {**meta, "sizes": sizes, "sha256": digests})
+    store.write_json(f"{folder}/state.json", sealed({**meta, "sizes": sizes, "sha256": digests}))
+
+
+def _meta(store: Store, folder: str, names: tuple[str, ...]) -> dict[str, Any] | None:
+    """`state.json` of a checkpoint with files `names`; None where it is absent, damaged or does not describe them."""
+    meta = unsealed(store.read_json(f"{folder}/state.json"))
+    if meta is None:
+        return None
+    tables = [meta.get("sizes"), meta.get("sha256")]
+    return meta if all(isinstance(t, dict) and set(names) <= t.keys() for t in tables) else None
 
 
 def _read(store: Store, folder: str, name: str, meta: dict[str, Any]) -> dict[str, Tensor]:

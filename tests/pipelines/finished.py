@@ -71,7 +71,7 @@ def template_file(tiny: Path, folder: Path, change: tuple[str, str] = ("", "")) 
 
 
 def _sample_row(row: dict[str, Any], answer: list[int]) -> dict[str, Any]:
-    prompt = list(row["prompt_ids"])
+    prompt = list(row["requests"][0]["prompt_ids"])
     return {
         "sample_id": f"{row['id']}-0",
         "conversation_id": row["id"],
@@ -79,6 +79,7 @@ def _sample_row(row: dict[str, Any], answer: list[int]) -> dict[str, Any]:
         "source": row["source"],
         "domain": row["domain"],
         "use": row["use"],
+        "private": row["private"],
         "messages": row["messages"],
         "template_kwargs": row["template_kwargs"],
         "sampling": json.dumps({"temperature": 0.0}),

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from app.errors import UserError
+from app.pipelines import bench
 from app.pipelines.bench import Served, compare
 from app.pipelines.report import loss_curve, polyline, render, verdict
 from app.results import summary_lines
 from app.runfolder import RunFolder
+from tests.runs import context, prompts, tiny_config, write_rows
 
 BASE = Served(outputs=[[1, 2, 3, 4], [5, 6], [7, 8, 9]], seconds=[2.0, 1.0, 4.0], tokens=9)
 DRAFT = Served(
@@ -52,6 +54,18 @@ def test_a_busy_machine_is_no_speed_up() -> None:
     busy = compare(replace(BASE, cpu_share=0.1), replace(DRAFT, cpu_share=0.9), 3)
     assert not busy["comparable"]
     assert "cannot be compared" in verdict({"bench": busy | {"concurrency": 8}})
+    both = (replace(BASE, cpu_share=0.5, foreign_share=0.4), replace(DRAFT, cpu_share=0.5, foreign_share=0.4))
+    assert not compare(*both, 3)["comparable"]  # starved alike is no measurement either
+    quiet = (replace(BASE, cpu_share=0.9, foreign_share=0.05), replace(DRAFT, cpu_share=0.9, foreign_share=0.1))
+    assert compare(*quiet, 3)["comparable"]
+
+
+def test_text_of_private_prompts_is_not_shown(tiny: Path, tmp_path: Path) -> None:
+    ctx = context(tiny_config(tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(3))))
+    examples = compare(BASE, DRAFT, 3)["mismatch_examples"]
+    shown = bench._in_words(ctx, examples, {1})
+    assert [shown[0]["baseline"], shown[0]["draft"]] == ["(private)", "(private)"]
+    assert shown[1]["baseline"] != "(private)"
 
 
 def report_data(source: str) -> dict[str, Any]:
@@ -64,9 +78,10 @@ def report_data(source: str) -> dict[str, Any]:
         "domains": {"chat": {"acceptance_length": 2.2, "interval": [2.0, 2.4], "conversations": 3}},
     }
     results = {
-        "rows": {"in": 4, "kept": 3, "rejected": 1},
+        "rows": {"in": 4, "kept": 3, "rejected": 1, "not_drawn": 0},
         "reject_reasons": {"duplicate": 1},
-        "sources": {source: {"rows_in": 4, "kept": 3, "rejected": {"duplicate": 1}}},
+        "sources": {source: {"asked": None, "rows_in": 4, "kept": 3, "not_drawn": 0, "rejected": {"duplicate": 1}}},
+        "skipped_sources": {"gone": "source gone: nothing is found"},
         "tokens": 20,
         "tokens_by_kind": {"prompt": 11, "answer": 9, "supervised": 9},
         "bytes": 1234,

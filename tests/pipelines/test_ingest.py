@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from app.conversations import parse_row, tokenise_as_is
+from app.conversations import canonical
 from app.errors import RowError, UserError
+from app.masks import MaskRule, tokenise_as_is
 from app.parts import read_ingest_part
 from app.pipelines import ingest
+from app.sources.shapes import to_raw
 from app.target import Renderer, load_tokenizer
 from tests.runs import context, prompts, tiny_config, write_rows
 
@@ -40,7 +42,7 @@ def test_every_row_ends_kept_or_rejected_with_a_reason(tiny: Path, tmp_path: Pat
         {"text": "no known shape"},
         {"prompt": ""},
         {"prompt": 5},
-        ["not", "an", "object"],
+        5,
         "{broken",
         {"messages": [{"role": "robot", "content": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -75,7 +77,7 @@ def test_ids_and_parts_depend_on_the_rows_alone(tiny: Path, tmp_path: Path) -> N
     run_ingest(config)
     one, three = context(tiny_config(tiny, tmp_path / "one", source)).run, context(config).run
     for part in (0, 1):  # full parts are the same bytes: what was generated for them stays
-        same = {"id", "messages", "prompt_ids"}
+        same = {"id", "messages", "requests"}
         pairs = zip(read_ingest_part(one.store, part), read_ingest_part(three.store, part), strict=True)
         assert all({k: a[k] for k in same} == {k: b[k] for k in same} for a, b in pairs)
 
@@ -158,13 +160,13 @@ def test_f12_an_all_ones_mask_must_be_asked_for(
     config = as_is_config(tiny, tmp_path, [{"messages": TALK}], target__chat_template=str(template))
     _, kept, _ = run_ingest(config)
     assert kept[0]["mask_method"] == "prefix"
-    assert not all(kept[0]["loss_mask"])
+    assert not all(kept[0]["requests"][0]["loss_mask"])
     config = as_is_config(
         tiny, tmp_path, [{"messages": TALK}], target__chat_template=str(template), capture__mask="all"
     )
     _, kept, _ = run_ingest(config)
     assert kept[0]["mask_method"] == "all"
-    assert all(kept[0]["loss_mask"])
+    assert all(kept[0]["requests"][0]["loss_mask"])
     assert "100.0 % of the tokens taken as they are are supervised" in caplog.text
     assert "the user's too" in caplog.text
 
@@ -173,7 +175,8 @@ def test_f12_an_all_ones_mask_must_be_asked_for(
 def test_the_mask_decodes_to_the_assistants_text(tiny: Path, method: str) -> None:
     tokenizer = load_tokenizer(tiny)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    tokens = tokenise_as_is(Renderer(tokenizer), TALK, 256, method, frozenset({end}))
+    (tokens,), _ = tokenise_as_is(Renderer(tokenizer), TALK, MaskRule(method, 256, end_ids=frozenset({end})))
+    assert tokens.answer_ids is not None
     ids = tokens.prompt_ids + tokens.answer_ids
     assert tokens.loss_mask is not None and len(tokens.loss_mask) == len(ids)
     text = tokenizer.decode([i for i, m in zip(ids, tokens.loss_mask, strict=True) if m])
@@ -191,19 +194,34 @@ def test_f14_a_prompt_that_fills_the_length_is_rejected_after_the_cut(tiny: Path
         run_ingest(as_is_config(tiny, tmp_path, [long]))
 
 
-def test_a_template_that_rewrites_history_is_named(tiny: Path) -> None:
+def test_a_template_that_drops_earlier_answers_makes_a_sample_of_each(tiny: Path) -> None:
     tokenizer = load_tokenizer(tiny)
-    # Drops earlier answers: the prefix of the first turn is no beginning of the whole.
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m['role'] == 'user' or loop.last %}{{ m['role'] }}: {{ m['content'] }}\n"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
     )
+    samples, _ = tokenise_as_is(Renderer(tokenizer), TALK, MaskRule("auto", 256))
+    texts = [(tokenizer.decode(t.prompt_ids), tokenizer.decode(t.answer_ids)) for t in samples]
+    assert texts == [
+        ("user: What is 17 + 25?\nassistant: ", "It is 42.\n"),
+        ("user: What is 17 + 25?\nuser: And 9 * 8?\nassistant: ", "It is 72.\n"),
+    ]
+
+
+def test_a_template_without_a_boundary_is_named(tiny: Path) -> None:
+    tokenizer = load_tokenizer(tiny)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ messages | length }}>{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}answer: {% endif %}"
+    )
     with pytest.raises(RowError) as fault:
-        tokenise_as_is(Renderer(tokenizer), TALK, 256, "auto", frozenset())
+        tokenise_as_is(Renderer(tokenizer), TALK, MaskRule("auto", 256))
     assert fault.value.reason == "no_mask_method"
 
 
 def test_a_system_prompt_is_added_where_there_is_none() -> None:
-    assert parse_row({"prompt": "x"}, "Be brief.", "regenerate").messages[0]["content"] == "Be brief."
-    own = {"messages": [{"role": "system", "content": "Mine."}, {"role": "user", "content": "x"}]}
-    assert parse_row(own, "Be brief.", "regenerate").messages[0]["content"] == "Mine."
+    def first(row: Any) -> str:
+        return str(canonical(to_raw(row, {}), "Be brief.", "regenerate").messages[0]["content"])
+
+    assert first({"prompt": "x"}) == "Be brief."
+    assert first({"messages": [{"role": "system", "content": "Mine."}, {"role": "user", "content": "x"}]}) == "Mine."

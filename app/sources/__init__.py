@@ -1,0 +1,1 @@
+"""Reading whatever people have: files, public sets, personal logs."""
