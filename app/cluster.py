@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from app.config import RayConfig
-from app.errors import UserError
+from app.errors import UserError, first_line
 from app.jobs import job_env_vars
 from app.redact import is_secret_name
 
@@ -59,9 +59,8 @@ def _init(config: RayConfig) -> None:
         try:
             ray.init(address=address, **common)
         except Exception as error:
-            lines = str(error).strip().splitlines()
             raise UserError(
-                f"the Ray cluster at {address} cannot be reached ({lines[0][:200] if lines else error});"
+                f"the Ray cluster at {address} cannot be reached ({first_line(error)});"
                 " check ray.address, or set ray.address=local for a cluster of your own"
             ) from error
         log.info("connected to the Ray cluster at %s", address)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from app.errors import UserError
+from app.errors import UserError, first_line
 from app.redact import find_secrets
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -141,6 +141,9 @@ class GenerateConfig(Section):
     engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM as they are")
     max_error_share: float = Field(0.05, ge=0, le=1, description="share of rows that may fail before the run stops")
     max_attempts: int = Field(4, gt=0, description="times a part may end its engine's process before the run stops")
+    retry_failed: bool = Field(
+        False, description="make parts again in which rows failed: for faults that pass, a time-out say"
+    )
     row_timeout_s: float = Field(1800, gt=0, description="seconds one request may take before its row is rejected")
 
 
@@ -324,7 +327,7 @@ def load_config(path: str | None, overrides: list[str]) -> Config:
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             where = getattr(error, "problem_mark", None)
             line = f" line {where.line + 1}" if where is not None else ""
-            raise UserError(f"configuration {path}{line} is not valid YAML: {_first_line(error)}") from error
+            raise UserError(f"configuration {path}{line} is not valid YAML: {first_line(error)}") from error
     if not isinstance(data, dict):
         raise UserError(f"configuration {path} must be a mapping of sections, not {type(data).__name__}")
     return parse_config(apply_overrides(data, overrides), path or "the command line")
@@ -365,7 +368,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     try:
         value = yaml.safe_load(text) if text else None
     except yaml.YAMLError as error:
-        raise UserError(f"override {override!r}: the value is not valid YAML ({_first_line(error)})") from error
+        raise UserError(f"override {override!r}: the value is not valid YAML ({first_line(error)})") from error
     if isinstance(value, str):
         value = _number(value)
     node: Any = data
@@ -422,8 +425,3 @@ def _fields_at(location: list[str]) -> list[str]:
         inner = [a for a in get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
         model = inner[0] if inner else annotation
     return list(model.model_fields)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -22,3 +22,9 @@ class RowError(Exception):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}" if self.detail else self.reason
+
+
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """What an exception says in its first line, or its name where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:limit] if lines else type(error).__name__

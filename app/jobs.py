@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import Config
-from app.errors import UserError
+from app.errors import UserError, first_line
 
 log = logging.getLogger("draftmill")
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it in the driver of a submitted job
@@ -84,9 +84,8 @@ def submit(config: Config, config_path: str, overrides: list[str], address: str 
             metadata={"run_dir": run_dir, "verb": "run"},
         )
     except Exception as error:
-        lines = str(error).strip().splitlines()
         raise UserError(
-            f"the cluster at {address} did not take the job ({lines[0][:200] if lines else type(error).__name__});"
+            f"the cluster at {address} did not take the job ({first_line(error)});"
             " if it names an agent, another Ray on that host may hold its ports: look at dashboard_agent.log there"
         ) from error
     print(f"submitted {job} to {address}; run folder {run_dir}")
@@ -105,9 +104,8 @@ def _client(address: str | None) -> Any:
     try:
         return JobSubmissionClient(address)
     except Exception as error:
-        lines = str(error).strip().splitlines()
         raise UserError(
-            f"no Ray cluster answers at {address or 'the default address'} ({lines[0][:200] if lines else error});"
+            f"no Ray cluster answers at {address or 'the default address'} ({first_line(error)});"
             " start one with `ray start --head`, or give --address http://HOST:8265"
         ) from error
 

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from app.errors import RowError, UserError
+from app.errors import RowError, UserError, first_line
 from app.rope import rope_of_config
 
 # Gain stored as (1 + w): the Gemma form of RMSNorm, which Qwen3-Next and Qwen3.5 took over.
@@ -148,10 +148,9 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pth", "original/*"]))
     except Exception as error:
-        reason = str(error).strip().splitlines()
         raise UserError(
             f"target.model {name} could not be fetched from the hub"
-            f" ({reason[0][:200] if reason else type(error).__name__});"
+            f" ({first_line(error)});"
             " check the id, your access token, or give a local folder"
         ) from error
 
@@ -324,11 +323,8 @@ def load_tokenizer(
             str(folder), trust_remote_code=trust_remote_code
         )
     except Exception as error:
-        text = str(error).strip().splitlines()
         hint = "; set target.trust_remote_code=true if you trust its code" if "trust_remote_code" in str(error) else ""
-        raise UserError(
-            f"the tokenizer of {folder} cannot be loaded ({text[0][:200] if text else type(error).__name__}){hint}"
-        ) from error
+        raise UserError(f"the tokenizer of {folder} cannot be loaded ({first_line(error)}){hint}") from error
     if chat_template is not None:
         path = Path(chat_template)
         if not path.is_file():

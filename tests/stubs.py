@@ -41,7 +41,8 @@ class StubEngine:
     """Behaviour by engine_args, or by environment where those name none:
 
     STUB_DELAY: seconds a request; STUB_LENGTH: tokens of an answer; STUB_BAD_STATES: fault of the third request;
-    STUB_RAISE: every n-th request is refused; STUB_DIE_ONCE: SIGKILL itself when this file is absent, after making it;
+    STUB_RAISE: every n-th request is refused, until the
+    file STUB_RAISE_UNTIL exists; STUB_DIE_ONCE: SIGKILL itself when this file is absent, after making it;
     STUB_DIE_ALWAYS: the same each time; STUB_ENGINE_ERROR_ONCE: a file, the engine fails once; STUB_LOG: a file that
     gets a line per finished request; STUB_SCRIPT: a JSON file, text at the prompt's end -> text of the answer (cut by
     length where it ends in "...").
@@ -67,7 +68,8 @@ class StubEngine:
         if broken and number == 5 and not Path(broken).exists():
             Path(broken).touch()
             raise EngineError("the stub engine broke")
-        if self.options.get("STUB_RAISE") and number % int(self.options["STUB_RAISE"]) == 0:
+        passed = Path(self.options.get("STUB_RAISE_UNTIL", "/nonexistent")).exists()
+        if self.options.get("STUB_RAISE") and not passed and number % int(self.options["STUB_RAISE"]) == 0:
             raise RowError("bad_request", "the stub refuses every so many requests")
         if request.answer_ids is not None:
             answer, reason = list(request.answer_ids), "prefill"

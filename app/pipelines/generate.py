@@ -35,7 +35,7 @@ def run(ctx: StageContext) -> StageResult:
     """
     config, store = ctx.config, ctx.run.store
     keys = part_keys(ctx)
-    valid, bad = committed_parts(store, keys, config.storage.verify)
+    valid, bad = _committed(ctx, keys)
     for part, reason in bad.items():
         log.warning("generate: part %d is made again: %s", part, reason)
     removed = remove_orphans(store)
@@ -67,7 +67,7 @@ def run(ctx: StageContext) -> StageResult:
 def unfinished(ctx: StageContext) -> str | None:
     """Why the committed parts are not all there any more; None when they are."""
     keys = part_keys(ctx)
-    valid, bad = committed_parts(ctx.run.store, keys, ctx.config.storage.verify)
+    valid, bad = _committed(ctx, keys)
     if bad:
         part = min(bad)
         return f"{len(bad)} of {len(keys)} parts are to be made again (part {part}: {bad[part]})"
@@ -79,6 +79,16 @@ def outside(ctx: StageContext) -> dict[str, str]:
         TARGET_WEIGHTS: ctx.target.weights_digest,
         TARGET_TOKENIZER: ctx.target.tokenizer_digest,
     }
+
+
+def _committed(ctx: StageContext, keys: dict[int, str]) -> tuple[dict[int, PartEntry], dict[int, str]]:
+    """Parts that are done, and why others that left traces are not."""
+    valid, bad = committed_parts(ctx.run.store, keys, ctx.config.storage.verify)
+    if ctx.config.generate.retry_failed:
+        failed = [part for part, entry in valid.items() if entry.rejects or entry.cut_short]
+        bad |= {part: f"{len(valid[part].rejects) + len(valid[part].cut_short)} of its rows failed" for part in failed}
+        valid = {part: entry for part, entry in valid.items() if part not in bad}
+    return valid, bad
 
 
 def _generate_parts(
@@ -221,7 +231,7 @@ def _check_errors(reasons: Counter[str], rows: int, ctx: StageContext) -> None:
         words = ", ".join(f"{r} {n}" for r, n in reasons.most_common())
         raise UserError(
             f"generate: {reasons.total()} of {rows} rows failed ({words}), more than generate.max_error_share"
-            f" {cap:g}; their ids are in {ctx.run.url}/{PARTS}"
+            f" {cap:g}; their ids are in {ctx.run.url}/{PARTS}, and generate.retry_failed=true tries them again"
         )
 
 

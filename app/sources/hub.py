@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from app.config import SourceConfig
+from app.errors import first_line
 from app.sources.readers import SourceError, SourceFile
 
 log = logging.getLogger("draftmill")
@@ -79,10 +80,9 @@ def _asked(source: SourceConfig, ask: Any) -> Any:
             f"there is no dataset {source.dataset} on the hub, or it is private; check the id, or set HF_TOKEN",
         ) from error
     except Exception as error:
-        lines = str(error).strip().splitlines()
         raise SourceError(
             source.label,
-            f"the dataset {source.dataset} cannot be reached ({lines[0][:150] if lines else type(error).__name__});"
+            f"the dataset {source.dataset} cannot be reached ({first_line(error, 150)});"
             " check the network, or give a local copy as `path`",
         ) from error
 

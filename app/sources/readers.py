@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from app.config import SourceConfig
-from app.errors import RowError, UserError
+from app.errors import RowError, UserError, first_line
 from app.redact import redact
 from app.runfolder import digest_of
 from app.sources.server_logs import is_request_line
@@ -135,9 +135,7 @@ def source_files(source: SourceConfig) -> list[SourceFile]:
     except SourceError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        said = lines[0][:200] if lines else type(error).__name__
-        raise SourceError(source.label, f"{redact(where)} cannot be opened ({redact(said)})") from error
+        raise SourceError(source.label, f"{redact(where)} cannot be opened ({redact(first_line(error))})") from error
     return [SourceFile(fs, p) for p in paths]
 
 

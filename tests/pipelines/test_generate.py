@@ -157,7 +157,7 @@ def test_f51_bad_states_stop_the_run_with_the_layer_named(
 
 def test_f28_failed_rows_are_counted_and_capped(tiny: Path, tmp_path: Path, cluster: None) -> None:
     source = write_rows(tmp_path / "r.jsonl", prompts(40))
-    refusing = {"generate__engine_args": {"STUB_RAISE": 5}}
+    refusing = {"generate__engine_args": {"STUB_RAISE": 5, "STUB_RAISE_UNTIL": str(tmp_path / "passed")}}
     config = tiny_config(tiny, tmp_path / "run", source, generate__max_error_share=0.1, **refusing)
     with pytest.raises(UserError, match=r"bad_request.*generate\.max_error_share 0\.1"):
         run_pipeline(config, stages_up_to("generate"))
@@ -165,6 +165,15 @@ def test_f28_failed_rows_are_counted_and_capped(tiny: Path, tmp_path: Path, clus
     run_pipeline(config, stages_up_to("generate"))
     counts = context(config).input("generate").counts
     assert counts["rows_in"] == 40 == counts["kept"] + counts["rejected"]["bad_request"]
+    (tmp_path / "passed").touch()
+    assert run_pipeline(config, stages_up_to("generate"))["generate"]["reused"]
+    again = tiny_config(
+        tiny, tmp_path / "run", source, generate__max_error_share=0.3, generate__retry_failed=True, **refusing
+    )
+    assert not run_pipeline(again, stages_up_to("generate"))["generate"]["reused"]
+    counts = context(config).input("generate").counts
+    assert (counts["kept"], counts["rejected"]) == (40, {})
+    assert run_pipeline(config, stages_up_to("generate"))["generate"]["reused"]
 
 
 def test_a_part_that_kills_every_engine_stops_the_run_with_a_sentence(tiny: Path, tmp_path: Path) -> None:
