@@ -33,7 +33,7 @@ def real_config(tiny: Path, tmp_path: Path, run_dir: str | Path, **changes: Any)
 
 def check_results(results: dict[str, Any]) -> None:
     """results.json has every figure the README promises."""
-    assert results["rows"] == {"in": 16, "kept": 16, "rejected": 0}
+    assert results["rows"] == {"in": 16, "kept": 16, "rejected": 0, "not_drawn": 0}
     assert results["tokens"] > 0 and results["bytes"] > 0
     assert 1 <= results["evaluate"]["acceptance_length"] <= 4
     bench = results["bench"]
