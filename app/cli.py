@@ -198,6 +198,8 @@ def _plan(args: argparse.Namespace) -> int:
     from app.jobs import settle_run_dir
 
     config = settle_run_dir(_load(args))
+    if args.price is not None and args.price <= 0:
+        raise UserError(f"--price {args.price:g} is not above 0")
     described = Described(args.nodes, args.gpus_per_node, args.gpu_memory, args.disk_free, args.gpu)
     plan = plan_run(config, args.assume, described, args.price, args.probe)
     print("\n".join(lines_of(plan, config)))

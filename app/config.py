@@ -18,6 +18,11 @@ from app.redact import find_secrets
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+ColumnName = Literal[
+    "messages", "prompt", "response", "system", "tools", "reasoning", "domain", "turns", "input"
+]  # fmt: skip
+
+
 class Section(BaseModel):
     """A part of the configuration: unknown keys are errors, values do not change after loading."""
 
@@ -43,7 +48,7 @@ class SourceConfig(Section):
     format: Literal["auto", "jsonl", "json", "parquet", "csv", "text", "log", "zip"] = Field(
         "auto", description="auto: by the file's name, then by its first bytes"
     )
-    columns: dict[str, str] = Field(
+    columns: dict[ColumnName, str] = Field(
         default_factory=dict,
         description="our field (messages, prompt, response, system, tools, ...) -> the file's column, dots go inside;"
         " needed only where the shape is not recognised",

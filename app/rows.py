@@ -20,7 +20,7 @@ from app.conversations import RESERVED_KWARGS, Conversation, canonical, turns_to
 from app.errors import RowError, UserError
 from app.masks import MaskRule, Tokenised, check_prompt_length, tokenise_as_is
 from app.privacy import Redactor
-from app.sources.shapes import to_raw
+from app.sources.shapes import WITHHELD, to_raw
 from app.target import Renderer, TargetInfo, load_tokenizer
 
 CHUNK = 512  # rows handed to a process at once
@@ -78,15 +78,27 @@ class RowWorker:
         if taken := sorted(RESERVED_KWARGS & settings.template_kwargs.keys()):
             raise UserError(f"target.template_kwargs may not hold {', '.join(taken)}: draftmill sets these itself")
         self.renderer = Renderer(tokenizer, settings.template_kwargs)
+        self._check_template()
         self._redact = Redactor(settings.redact)
+
+    def _check_template(self) -> None:
+        """A template that cannot be parsed is no fault of the rows."""
+        try:
+            self.renderer.text([{"role": "user", "content": "x"}], add_generation_prompt=True)
+        except RowError as error:
+            if "TemplateSyntaxError" in error.detail or "TemplateAssertionError" in error.detail:
+                where = self.settings.chat_template or f"of {self.settings.model}"
+                raise UserError(f"the chat template {where} cannot be read ({error.detail}); mend it") from error
 
     def chunk(self, source: SourceConfig, rows: list[tuple[str, Any]], tokenise: bool) -> list[Outcome]:
         """Outcomes of `rows`, in order; without `tokenise` a usable row gets only its id."""
         outcomes = [Outcome(where) for where, _ in rows]
         prompts: list[tuple[Outcome, Conversation, str]] = []  # tokenised together: many times faster than one by one
         for outcome, (_, row) in zip(outcomes, rows, strict=True):
+            private = source.private
             try:
                 conversation = self.conversation(source, row)
+                private = private or conversation.private
                 outcome.id = conversation.id(source.use)
                 if not tokenise:
                     continue
@@ -97,7 +109,8 @@ class RowWorker:
                     samples, method = tokenise_as_is(renderer, conversation.messages, self.settings.rule)
                     self._keep(source, conversation, outcome, samples, method)
             except RowError as error:
-                outcome.reject = (error.reason, self._redact(error.detail))
+                withheld = private and error.reason.startswith("template_rejects")  # a template may quote the row
+                outcome.reject = (error.reason, WITHHELD if withheld else self._redact(error.detail))
         ids = self.renderer.encode_all([text for _, _, text in prompts])
         for (outcome, conversation, _), prompt in zip(prompts, ids, strict=True):
             try:
@@ -115,7 +128,13 @@ class RowWorker:
         """
         if isinstance(row, RowError):
             raise row
-        conversation = canonical(to_raw(row, source.columns), source.system_prompt, source.use)
+        private = source.private
+        try:
+            raw = to_raw(row, source.columns)
+            private = private or raw.private
+            conversation = canonical(raw, source.system_prompt, source.use)
+        except RowError as error:
+            raise RowError(error.reason, WITHHELD) if private else error from error
         if not self.settings.redact:
             return conversation
         # In its canonical form, where JSON inside the row is parsed: replacing in JSON text could break it.

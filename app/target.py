@@ -325,6 +325,8 @@ def load_tokenizer(
     except Exception as error:
         hint = "; set target.trust_remote_code=true if you trust its code" if "trust_remote_code" in str(error) else ""
         raise UserError(f"the tokenizer of {folder} cannot be loaded ({first_line(error)}){hint}") from error
+    # What is too long is counted by us; transformers would warn of each once.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     if chat_template is not None:
         path = Path(chat_template)
         if not path.is_file():

@@ -20,6 +20,7 @@ SOURCE = "sources=[{path: a.jsonl}]"
         ([SOURCE, "trian.epochs=1"], ["unknown key 'trian'", "'train'"]),
         ([SOURCE, "train.epochs=many"], ["train.epochs", "'many'"]),
         ([SOURCE, "train.epochs=-1"], ["train.epochs", "-1"]),
+        (["sources=[{path: x, columns: {promt: a}}]"], ["sources.0.columns", "promt", "prompt"]),
         ([SOURCE, "generate"], ["'generate'", "section.key=value"]),
         ([SOURCE, "run_dir.x=1"], ["run_dir", "valid string"]),
         ([SOURCE, "storage.options.secret=abc"], ["storage.options.secret", "environment"]),

@@ -160,7 +160,7 @@ def test_private_text_is_not_shown(tiny: Path, tmp_path: Path) -> None:
         assert "private, not shown" in text_of(views, config) and views[0].rows[0].samples[0].prompt > 0
         shown = preview(config, 5, show_private=True)
         assert "hidden-b" in text_of(shown, config) and "hidden-c" in text_of(shown, config)
-        assert "hidden-f" in preview_page(shown, config, True)
+        assert "unknown_role" in preview_page(shown, config, True)
 
 
 def test_a_row_of_a_log_is_private_by_itself(tiny: Path, tmp_path: Path) -> None:

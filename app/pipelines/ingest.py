@@ -32,7 +32,7 @@ REJECTS = "ingest/rejects.jsonl"
 OVERLAP = "ingest/overlap.json"
 _LINE_EVERY_S = 15
 # Reasons that say nothing against a source: repeats, and the other lines of a server's log.
-_EXPECTED = ("duplicate", "near_duplicate", "benchmark_overlap", "not_a_request", "no_prompt", REASON)
+EXPECTED = ("duplicate", "near_duplicate", "benchmark_overlap", "not_a_request", "no_prompt", REASON)
 
 
 @dataclass
@@ -270,6 +270,12 @@ class _Ingest:
     def _check_source(self, source: SourceConfig, count: SourceCount) -> None:
         if count.rows_in == 0:
             raise SourceError(source.label, f"{redact(source.location)} holds no rows")
+        if count.rejected["cut_file"] and source.max_reject_share < 1:
+            raise SourceError(
+                source.label,
+                f"a file is damaged and only a part of it was read ({redact(count.examples['cut_file'])[:200]});"
+                " mend it, or set max_reject_share to 1 to take what was read",
+            )
         empty = count.rejected["empty_mask"]
         if empty > self._config.capture.max_empty_mask_share * count.rows_in:
             raise SourceError(
@@ -278,12 +284,12 @@ class _Ingest:
                 " the chat template does not mark the assistant's tokens. Nothing would be learnt: use"
                 " capture.mask=auto or another target.chat_template",
             )
-        bad = count.rejected.total() - sum(count.rejected[r] for r in _EXPECTED)
+        bad = count.rejected.total() - sum(count.rejected[r] for r in EXPECTED)
         if bad > source.max_reject_share * count.rows_in:
             reasons = [
                 f"{reason} {n}, first {redact(count.examples[reason])[:200]}"
                 for reason, n in count.rejected.most_common()
-                if reason not in _EXPECTED
+                if reason not in EXPECTED
             ]
             raise SourceError(
                 source.label,

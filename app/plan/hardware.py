@@ -97,12 +97,14 @@ def find_hardware(config: Config, given: Described) -> Hardware:
     if given.nodes or given.gpus_per_node is not None or given.gpu_name:
         name = given.gpu_name or "H200"
         gpu = Hardware(1, 1, name, None, 1, None, None, "").gpu
+        if gpu is None:
+            raise UserError(f"--gpu {name} is not known; known are {', '.join(GPUS)} (take the nearest)")
         count = 1 if given.gpus_per_node is None else given.gpus_per_node
         return Hardware(
             nodes=given.nodes or 1,
             gpus_per_node=count,
             gpu_name=name if count else None,
-            gpu_memory_gib=given.gpu_memory_gib or (gpu.memory_gib if gpu else None),
+            gpu_memory_gib=given.gpu_memory_gib or gpu.memory_gib,
             cpus_per_node=os.cpu_count() or 1,
             memory_gib=None,
             disk_free=free,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from app.runfolder import RunFolder
 from app.storage import Store
 from app.target import TargetInfo
 
+log = logging.getLogger("draftmill")
 CHARS_PER_TOKEN = 4.0  # of text that nobody tokenised
 USUAL_ANSWER = 600  # tokens; a bound on the mean assumed for answers nobody has seen
 PARTS_LOOKED_AT = 32
@@ -308,9 +310,10 @@ def read_sample(config: Config, target: TargetInfo, rows_per_source: int) -> lis
     """
     import random
 
+    from app.pipelines.ingest import EXPECTED
     from app.rows import RowPool, RowSettings
     from app.sources.logs import join_streams
-    from app.sources.readers import read_rows
+    from app.sources.readers import SourceError, read_rows
 
     samples = []
     with RowPool(RowSettings.of(config, target), 1) as pool:
@@ -322,12 +325,18 @@ def read_sample(config: Config, target: TargetInfo, rows_per_source: int) -> lis
         for source in config.sources:
             draw, seen = random.Random(source.seed), 0
             chosen: list[tuple[str, Any]] = []
-            for row in islice(join_streams(read_rows(source)), ROWS_READ):
-                seen += 1
-                if len(chosen) < rows_per_source:
-                    chosen.append(row)
-                elif (at := draw.randrange(seen)) < rows_per_source:
-                    chosen[at] = row
+            try:
+                for row in islice(join_streams(read_rows(source)), ROWS_READ):
+                    seen += 1
+                    if len(chosen) < rows_per_source:
+                        chosen.append(row)
+                    elif (at := draw.randrange(seen)) < rows_per_source:
+                        chosen[at] = row
+            except SourceError as error:
+                if config.ingest.on_source_error == "stop":
+                    raise
+                log.warning("plan: SKIPPED %s", error)
+                continue
             requests: list[Request] = []
             for outcome in pool.outcomes(source, iter(chosen)):
                 if outcome.row is None:
@@ -335,6 +344,12 @@ def read_sample(config: Config, target: TargetInfo, rows_per_source: int) -> lis
                     requests.append(Request(source.label, source.use, 0, None, reason))
                 else:
                     requests += requests_of(outcome.row, count)
+            bad = sum(r.reject is not None and r.reject not in EXPECTED for r in requests)
+            if bad > source.max_reject_share * len(chosen):
+                log.warning(
+                    "plan: ingest will stop: %d of %d rows sampled from %s are rejected, more than max_reject_share %g",
+                    bad, len(chosen), source.label, source.max_reject_share,
+                )  # fmt: skip
             samples.append(SourceSample(source.label, source.use, seen, len(chosen), requests, seen < ROWS_READ))
     return samples
 

@@ -42,6 +42,7 @@ _FORMATS = {
 }
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PAR1": "parquet", b"PK\x03\x04": "zip"}
+_told: set[tuple[str, str]] = set()  # folders whose unread files were named
 _MAX_LINE = 256 << 20  # characters
 _READ = 1 << 20  # characters at a time of a JSON list
 _LIST_KEYS = ("data", "rows", "items", "conversations", "instances", "examples", "train")
@@ -116,16 +117,22 @@ def source_files(source: SourceConfig) -> list[SourceFile]:
     try:
         fs, path = fsspec.core.url_to_fs(where)
         if re.search(r"[*?\[]", path) and not where.startswith(("http://", "https://")) and not fs.exists(path):
-            paths = sorted(p for p in fs.glob(path) if not fs.isdir(p))
+            shown = path.rsplit("/", 1)[-1].startswith(".")  # as a shell does
+            paths = sorted(
+                p for p in fs.glob(path) if not fs.isdir(p) and (shown or not p.rsplit("/", 1)[-1].startswith("."))
+            )
         elif fs.isdir(path):
-            paths = sorted(p for p in fs.find(path) if _format_of_name(p) is not None)
+            found = sorted(fs.find(path))
+            paths = [p for p in found if _is_data(p)]
             if not paths:
                 raise SourceError(
                     source.label, f"the folder {redact(where)} holds no file ending in {', '.join(_FORMATS)}"
                 )
-            others = sorted(p.rsplit("/", 1)[-1] for p in fs.find(path) if _format_of_name(p) is None)
-            if others:
-                log.info("source %s: %d files of other kinds are not read (%s)", source.label, len(others), others[0])
+            others = [p.rsplit("/", 1)[-1] for p in found if not _is_data(p)]
+            if others and (source.label, where) not in _told:
+                _told.add((source.label, where))
+                more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+                log.info("source %s: not read in the folder: %s%s", source.label, ", ".join(others[:3]), more)
         else:
             paths = [path] if fs.exists(path) else []
         if not paths:
@@ -148,6 +155,11 @@ def _nearby(fs: Any, path: str) -> str:
         return f" (there is no folder {redact(folder)})" if folder else ""
     close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4) or [n for n in names if _format_of_name(n)][:3]
     return f" (the folder holds {', '.join(close)})" if close else " (the folder holds no data file)"
+
+
+def _is_data(path: str) -> bool:
+    """Whether a file of a folder is read: hidden ones and those of unknown endings are not."""
+    return _format_of_name(path) is not None and not path.rsplit("/", 1)[-1].startswith((".", "_"))
 
 
 def _format_of_name(path: str) -> str | None:
@@ -353,11 +365,11 @@ def _json_rows(name: str, text: io.TextIOWrapper) -> Iterator[tuple[str, Any]]:
             if pieces.skip():
                 yield (
                     f"{name}#{number + 1}",
-                    RowError("bad_json", "something follows the end of the list; it is not read"),
+                    RowError("cut_file", "something follows the end of the list; it is not read"),
                 )
             return
         if in_list and number and not (pieces.take(",") and pieces.skip()):
-            yield f"{name}#{number + 1}", RowError("bad_json", "no comma after the item; the rest is not read")
+            yield f"{name}#{number + 1}", RowError("cut_file", "no comma after the item; the rest is not read")
             return
         if in_list and pieces.take("]"):
             return  # after a comma too many
@@ -365,7 +377,7 @@ def _json_rows(name: str, text: io.TextIOWrapper) -> Iterator[tuple[str, Any]]:
         try:
             value = pieces.value()
         except ValueError as error:
-            yield f"{name}#{number}", RowError("bad_json", f"item {number}: {error}; the rest of the file is not read")
+            yield f"{name}#{number}", RowError("cut_file", f"item {number}: {error}; the rest of the file is not read")
             return
         if not in_list and number == 1 and isinstance(value, dict) and (inner := _inner_list(value)) is not None:
             for count, item in enumerate(inner, 1):
@@ -466,8 +478,13 @@ def _csv_rows(name: str, text: io.TextIOWrapper) -> Iterator[tuple[str, Any]]:
         except StopIteration:
             return
         except csv.Error as error:
-            rest = "; the rest of the file is within it" if "end of data" in str(error) else ""
-            yield f"{name}:{line}", RowError("bad_csv", f"{error}{rest}")
+            if "end of data" in str(error):
+                yield (
+                    f"{name}:{line}",
+                    RowError("cut_file", "a quote is never closed; the rest of the file is within it"),
+                )
+            else:
+                yield f"{name}:{line}", RowError("bad_csv", str(error))
             continue
         if not values:
             continue

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from app.config import ColumnName
 from app.errors import RowError
 from app.sources.logs import from_log
 from app.sources.raw import RawConversation
@@ -35,11 +36,12 @@ _ROLES = {
 _LISTS = ("messages", "conversations", "conversation", "trajectory", "history", "dialog", "dialogue")
 _QUESTIONS = ("prompt", "question", "query", "problem", "instruction")
 _ANSWERS = ("response", "completion", "answer", "output", "solution", "chosen")
+WITHHELD = "the row is private: no more is said of it"
+_QUOTING = ("unknown_role", "multimodal_not_supported", "unsupported_item", "bad_message")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_COLUMNS = ("messages", "prompt", "response", "system", "tools", "reasoning", "domain", "turns", "input")
 
 
-def to_raw(row: Any, columns: dict[str, str]) -> RawConversation:
+def to_raw(row: Any, columns: Mapping[ColumnName, str]) -> RawConversation:
     """A parsed row as a conversation.
 
     Args:
@@ -50,7 +52,7 @@ def to_raw(row: Any, columns: dict[str, str]) -> RawConversation:
         RowError: `unknown_shape`, `missing_column`, or what is wrong with the shape it has.
     """
     if isinstance(row, str):
-        return from_log(row) or RawConversation([{"role": "user", "content": row}], "text")
+        return _logged(row) or RawConversation([{"role": "user", "content": row}], "text")
     if isinstance(row, list):
         row = {"messages": row}
     if not isinstance(row, dict):
@@ -58,7 +60,7 @@ def to_raw(row: Any, columns: dict[str, str]) -> RawConversation:
     if columns:
         row = _mapped(row, columns)
     else:
-        logged = from_log(row)
+        logged = _logged(row)
         if logged is not None:
             return logged
     for recognise in _RECOGNISERS:
@@ -72,12 +74,18 @@ def to_raw(row: Any, columns: dict[str, str]) -> RawConversation:
     )
 
 
-def _mapped(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+def _logged(row: Any) -> RawConversation | None:
+    """A log's or an export's conversation; what its errors would quote of it is withheld."""
+    try:
+        return from_log(row)
+    except RowError as error:
+        raise RowError(error.reason, WITHHELD if error.reason in _QUOTING else error.detail) from error
+
+
+def _mapped(row: dict[str, Any], columns: Mapping[ColumnName, str]) -> dict[str, Any]:
     """The row under our own names."""
     mapped: dict[str, Any] = {}
     for name, key in columns.items():
-        if name not in _COLUMNS:
-            raise RowError("bad_columns", f"columns has {name!r}; our fields are {', '.join(_COLUMNS)}")
         node: Any = row
         for part in key.split("."):
             if not isinstance(node, dict) or part not in node:

@@ -193,8 +193,14 @@ def test_the_rejects_are_there_when_ingest_stops(tiny: Path, tmp_path: Path) -> 
 
 
 def test_a_file_that_is_cut_keeps_what_it_gave(tiny: Path, tmp_path: Path) -> None:
-    cut = {**broken_sources(tmp_path)["cut_gzip"], "max_reject_share": 0.5}
-    counts, kept, rejects = run(config_of(tiny, tmp_path, cut, generate={"max_length": 500, "max_new_tokens": 8}))
+    cut = broken_sources(tmp_path)["cut_gzip"]
+    few = {"max_length": 500, "max_new_tokens": 8}
+    with pytest.raises(
+        UserError, match=r"damaged and only a part of it was read .*cut.jsonl.gz.*max_reject_share to 1"
+    ):
+        run(config_of(tiny, tmp_path, {**cut, "max_reject_share": 0.5}, generate=few))
+    cut = {**cut, "max_reject_share": 1}
+    counts, kept, rejects = run(config_of(tiny, tmp_path, cut, generate=few))
     assert 300 < len(kept) < 800
     assert counts["rejected"].get("cut_file") == 1
     assert rejects[-1]["reason"] == "cut_file" and rejects[-1]["where"] == "cut.jsonl.gz"
