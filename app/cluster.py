@@ -156,8 +156,7 @@ def ray_fault(error: BaseException) -> str | None:
 
     if not isinstance(error, RayError) or isinstance(error, RayTaskError):
         return None
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__
+    return first_line(error)
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -55,7 +55,7 @@ class Conversation:
         prompt are repeats."""
         messages: list[Any] = self.messages
         if use == "regenerate":
-            messages = [[m for m in turn.inputs] for turn in turns_to_answer(self.messages)]
+            messages = [turn.inputs for turn in turns_to_answer(self.messages)]
         canonical = [use, messages, self.template_kwargs, self.sampling]
         text = json.dumps(canonical, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]

@@ -24,7 +24,7 @@ from app.rows import Outcome, RowPool, RowSettings
 from app.sources.logs import join_streams
 from app.sources.readers import SourceError, read_rows, source_digest
 from app.sources.shapes import to_raw
-from app.storage import Store
+from app.storage import Store, explained
 from app.target import TargetInfo
 
 log = logging.getLogger("draftmill")
@@ -145,7 +145,7 @@ class _Ingest:
         self._writer = _PartWriter(self._store, self._config.storage.rows_per_part)
         path = self._store.scratch() / f"rejects.tmp-{os.getpid()}"
         try:
-            with open(path, "w", encoding="utf-8", errors="replace") as rejects:
+            with explained(self._url), open(path, "w", encoding="utf-8", errors="replace") as rejects:
                 for source in sources:
                     self._source(source, rejects)
         finally:  # also of an ingest that stops: they say why

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from app.captured import load_entries
@@ -81,13 +82,13 @@ def run(ctx: StageContext) -> StageResult:
 def _best_is_damaged(ctx: StageContext) -> bool:
     """Whether the weights of the best validation are no longer what training wrote: only training makes them again."""
     done = ctx.run.manifest("train")
-    paths = [p for p in (done.outputs if done is not None else {}) if p.startswith(f"{FOLDER}/best/")]
-    assert done is not None or not paths
-    for path in paths:
-        if ctx.run.store.size(path) is None or ctx.run.store.sha256(path) != done.outputs[path]["sha256"]:  # type: ignore[union-attr]
-            log.warning("train: %s is missing or damaged; the training is done again", path)
-            return True
-    return False
+    if done is None:
+        return False
+    best = {path: output for path, output in done.outputs.items() if path.startswith(f"{FOLDER}/best/")}
+    fault = ctx.run.output_fault(replace(done, outputs=best), "checksum")
+    if fault is not None:
+        log.warning("train: %s; the training is done again", fault)
+    return fault is not None
 
 
 def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
