@@ -222,8 +222,10 @@ class StoreAccess:
         return _stores.gives_embedding
 
     def take_embeddings(self, key: str, count: int) -> Tensor | None:
-        """s_0 of positions 0..count-1, [count, 1, H]; None where none is kept."""
-        return None if _stores.embeddings is None else _stores.embeddings.take(key, count)
+        """s_0 of positions 0..count-1, [count, 1, H]; None where none is kept, and on ranks other than the first."""
+        if _stores.embeddings is None or self.rank != 0:
+            return None
+        return _stores.embeddings.take(key, count)
 
     def export_states(self, key: str, count: int, path: str) -> None:
         """Write the states of a request to `path` for an engine in another process, from a thread.

@@ -315,10 +315,13 @@ class VllmEngine:
         self._finisher.shutdown(wait=True)  # it reads the worker's store
         self._stores = None
         engine, self._engine = self._engine, None
+        sockets = _queue_sockets(engine) if self._exports is not None else []
         if engine is not None:
             for release in (engine.engine_core.shutdown, engine.renderer.shutdown):
                 with contextlib.suppress(Exception):
                     release()
+        for socket in sockets:
+            socket.close(linger=0)
         if self._exports is not None:
             self._exports.cleanup()
         del engine
@@ -328,6 +331,21 @@ class VllmEngine:
 def _set_exception(future: Future[Any], error: BaseException) -> None:
     with contextlib.suppress(InvalidStateError):  # answered in the meantime
         future.set_exception(error)
+
+
+def _queue_sockets(engine: Any) -> list[Any]:
+    """The ZeroMQ sockets of vLLM's queues to its workers.
+
+    vLLM 0.26 leaves closing them to the garbage collector, and a context that is collected before its
+    sockets waits for them for ever: whoever holds them while the engine is released, and then closes them, is safe.
+    """
+    import zmq
+
+    executor = engine.engine_core.engine_core.model_executor
+    queues = [executor.rpc_broadcast_mq, *executor.response_mqs]
+    queues += [q for w in executor.workers for q in (w.worker_response_mq, *w.peer_worker_response_mqs)]
+    holders = [h for q in queues if q is not None for h in (q, getattr(q, "_spin_condition", None)) if h is not None]
+    return [v for h in holders for v in vars(h).values() if isinstance(v, zmq.Socket)]
 
 
 def _export_root() -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from app.engine.base import Completion, EngineError, Request
 from app.engine.process import prepare_process
 from app.engine.self_check import run_self_check
-from app.engine.vllm_engine import VllmEngine
+from app.engine.vllm_engine import VllmEngine, _queue_sockets
 from app.errors import RowError, UserError
 from app.target import inspect_target, load_target_head
 from tests.engine.helpers import (
@@ -328,12 +328,15 @@ def other_process(model: str) -> dict[str, Any]:
     assert engine._exports is not None
     folder = Path(engine._exports.name)
     files = [p.name for p in folder.iterdir()]
+    sockets = _queue_sockets(engine._engine)
     engine.close()
     wanted = reference(model, [p + d.answer_ids for p, d in zip(prompts, done, strict=True)])
     return {
         "errors": [errors(d.states, w[:-1, [2, 4, 6, LAYERS]]) for d, w in zip(done, wanted, strict=True)],
         "files": files,
         "folder_left": folder.exists(),
+        "sockets": len(sockets),
+        "sockets_open": sum(not s.closed for s in sockets),
     }
 
 

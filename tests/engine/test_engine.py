@@ -125,6 +125,8 @@ def test_a_worker_in_another_process_gives_the_same_states(run: Run, tiny: Path)
     assert max(max(e) for e in got["errors"]) < EXACT
     assert got["files"] == []
     assert not got["folder_left"]
+    assert got["sockets"] > 0
+    assert got["sockets_open"] == 0
 
 
 def test_a_class_without_s_0_counts_its_layers_alike(run: Run, tmp_path: Path) -> None:
