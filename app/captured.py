@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from app.budget import STOPPED_BY
 from app.errors import UserError
-from app.parts import PartEntry, committed_parts, ingest_part_path
+from app.parts import PartEntry, committed_parts, ingest_part_path, read_entry
 from app.pipeline import StageContext
+from app.record import record_of, refuse_mismatch
 from app.runfolder import Manifest, digest_of, flat_config
+from app.samples import conversation_ids
 
 # What shapes the samples of a part, beside its rows and the target.
 CONFIG_KEYS = (
@@ -25,6 +28,7 @@ CONFIG_KEYS = (
     "target.dtype",
     "target.template_kwargs",
     "capture.layers",
+    "capture.codec",
 )
 TARGET_WEIGHTS, TARGET_TOKENIZER = "target weights", "target tokenizer and template"  # inputs of the generate stage
 
@@ -57,14 +61,39 @@ def recorded_shape(generate: Manifest) -> str:
 
 
 def _shape(config: dict[str, Any], weights: str, tokenizer: str, layers: Sequence[int]) -> str:
-    return digest_of([config, weights, tokenizer, list(layers)])
+    # Parts of before there were codecs hold what bf16 stores, and stay valid.
+    shape = {k: v for k, v in config.items() if (k, v) != ("capture.codec", "bf16")}
+    return digest_of([shape, weights, tokenizer, list(layers)])
 
 
 def load_entries(ctx: StageContext) -> list[PartEntry]:
-    """Commit entries of the finished stage, in part order."""
+    """Commit entries of the finished stage, in part order; of all parts, unless its budget ended it.
+
+    Raises:
+        UserError: a part is missing, or was captured from something else; it names what.
+    """
     keys = part_keys(ctx)
     valid, _ = committed_parts(ctx.run.store, keys, "size")
     missing = sorted(set(keys) - set(valid))
-    if missing:
+    if missing and STOPPED_BY not in ctx.input("generate").extra:
+        other = read_entry(ctx.run.store, missing[0])
+        refuse_mismatch([other] if other else [], record_of(ctx.config, ctx.target, ctx.layers))
         raise UserError(f"{ctx.run.url}: part {missing[0]} of generate is missing; run `draftmill generate` again")
     return [valid[p] for p in sorted(valid)]
+
+
+def require_states(
+    ctx: StageContext, stage: str, entries: list[PartEntry], split: dict[str, str] | None = None
+) -> None:
+    """Raises UserError where states that `stage` reads were cleaned: of all parts, or with `split` of those that hold a
+    held-out conversation."""
+    gone = [e for e in entries if e.cleaned]
+    if split is not None:
+        store = ctx.run.store
+        gone = [e for e in gone if any(split.get(c) == "holdout" for c in conversation_ids(store, [e]))]
+    if gone:
+        raise UserError(
+            f"{stage}: the states of {len(gone)} of {len(entries)} parts were cleaned ({gone[0].cleaned}), and {stage}"
+            " reads them; run generate again for these parts: draftmill generate"
+            f" {ctx.run.url}/config.yaml generate.recapture=true"
+        )

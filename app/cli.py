@@ -92,6 +92,16 @@ def _parser() -> argparse.ArgumentParser:
     forget.add_argument("run", help="run folder, or the YAML file of the run")
     forget.add_argument("ids", nargs="+", metavar="ID", help="conversation ids; section.key=value as for run")
     forget.set_defaults(function=_forget)
+    clean = verbs.add_parser(
+        "clean", parents=[common], help="what a run keeps that it no longer needs; with --apply, delete it"
+    )
+    clean.add_argument("run", help="run folder, or the YAML file of the run")
+    clean.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="as they would be given")
+    clean.add_argument("--apply", action="store_true", help="delete what is listed")
+    clean.add_argument(
+        "--only", action="append", default=[], metavar="CLASS", help="captures, states, checkpoints or logs; repeatable"
+    )
+    clean.set_defaults(function=_clean)
     plan = verbs.add_parser("plan", parents=[common], help="what a run will take, before it starts; or what it took")
     plan.add_argument("config", nargs="?", help="YAML file of the run")
     plan.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="values over the file's")
@@ -184,6 +194,16 @@ def _forget(args: argparse.Namespace) -> int:
     config = settle_run_dir(config_of(args.run, overrides))
     ids = [i for i in args.ids if i not in overrides]
     print("\n".join(forget(config, ids)))
+    return 0
+
+
+def _clean(args: argparse.Namespace) -> int:
+    from app.clean import clean
+    from app.jobs import settle_run_dir
+    from app.status import config_of
+
+    config = settle_run_dir(config_of(args.run, args.overrides))
+    print("\n".join(clean(config, args.apply, args.only)))
     return 0
 
 

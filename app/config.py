@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from app.errors import UserError, first_line
 from app.redact import find_secrets
@@ -38,6 +38,21 @@ class TargetConfig(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="numeric type the engine runs in")
 
 
+class SamplingConfig(Section):
+    """A source's own sampling; what is not given is generate's."""
+
+    temperature: float | None = Field(None, ge=0, le=1e3, description="generate's, for this source; 0 is greedy")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, description="0 is off")
+    max_new_tokens: int | None = Field(None, gt=0, description="tokens of one answer")
+    seed: int | None = Field(None, ge=0, lt=2**31, description="of sampling; each request adds its own")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The values that were set."""
+        return self.model_dump(exclude_none=True)
+
+
 class SourceConfig(Section):
     name: str | None = Field(None, description="label in reports; default: the file's or dataset's name")
     path: str | None = Field(None, description="file or glob, any fsspec URL; or give `dataset`")
@@ -61,6 +76,7 @@ class SourceConfig(Section):
     count: int | None = Field(None, gt=0, description="conversations to draw from the usable ones")
     share: float | None = Field(None, gt=0, le=1, description="share of the usable conversations to draw")
     seed: int = Field(0, description="of the draw")
+    sampling: SamplingConfig = SamplingConfig()
     system_prompt: str | None = Field(None, description="added to conversations that open without one")
     private: bool = Field(False, description="no report or log shows this source's text")
     max_reject_share: float = Field(
@@ -76,6 +92,8 @@ class SourceConfig(Section):
             raise ValueError("give a source either `path` or `dataset`")
         if self.count is not None and self.share is not None:
             raise ValueError("give a source either `count` or `share`")
+        if self.use == "as_is" and self.sampling.given:
+            raise ValueError("`sampling` is for sources that the target answers anew, and this one is used as_is")
         return self
 
     @property
@@ -136,20 +154,67 @@ class GenerateConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, description="0 is off")
     seed: int = Field(0, description="sampling seed; each request adds its own")
-    replicas: int = Field(1, gt=0, description="engines side by side")
-    tensor_parallel: int = Field(1, gt=0, description="GPUs per engine")
+    replicas: int | Literal["auto"] = Field("auto", description="engines side by side; auto: as many as the GPUs hold")
+    tensor_parallel: int | Literal["auto"] = Field(
+        "auto", description="GPUs per engine; auto: as few as hold weights and KV cache"
+    )
     max_num_seqs: int = Field(64, gt=0, description="requests decoded at once per engine")
-    parts_in_flight: int = Field(2, gt=0, description="parts an engine works on at once, so that it never drains")
+    parts_in_flight: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(
+        "auto",
+        description="parts an engine works on at once, so that it never drains; auto: by max_num_seqs, at least 2",
+    )
     enforce_eager: bool = Field(False, description="no CUDA graphs and no compile (always on without GPUs)")
     kv_cache_gib: float = Field(2.0, gt=0, description="GiB of KV cache, CPU engines only")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM as they are")
     max_error_share: float = Field(0.05, ge=0, le=1, description="share of rows that may fail before the run stops")
-    max_attempts: int = Field(4, gt=0, description="times a part may end its engine's process before the run stops")
+    max_attempts: int = Field(
+        4,
+        gt=0,
+        description="times a part may end its engine's process before the run stops, beside the halvings that find the"
+        " row which does it",
+    )
     retry_failed: bool = Field(
         False, description="make parts again in which rows failed: for faults that pass, a time-out say"
     )
+    recapture: bool = Field(False, description="make parts again whose states were cleaned; give it for one run")
     row_timeout_s: float = Field(1800, gt=0, description="seconds one request may take before its row is rejected")
+    max_hours: float | None = Field(
+        None, gt=0, description="hours after which no part is begun any more; the run goes on with what is there"
+    )
+    max_tokens: int | None = Field(None, gt=0, description="answer tokens of the run, likewise")
+    endpoints: list[str] = Field(
+        default_factory=list,
+        description="base URLs, ending in /v1, of servers of the target that make the answers; the engine then only"
+        " captures their states (docs/servers.md)",
+    )
+    endpoint_model: str | None = Field(None, description="name the servers know the target by; default: as they list")
+    endpoint_api: Literal["completions", "chat"] = Field(
+        "completions", description="completions sends token ids; chat is for servers that have nothing else"
+    )
+    endpoint_concurrency: int = Field(
+        64, gt=0, description="most requests at once per endpoint and replica; fewer while a server is slow or busy"
+    )
+    endpoint_timeout_s: float = Field(600, gt=0, description="seconds after which a request is sent again")
+    endpoint_patience_s: float = Field(
+        600, gt=0, description="seconds without an answer of any endpoint before the stage stops"
+    )
+
+    @field_validator("endpoints")
+    @classmethod
+    def _base_urls(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if not url.startswith(("http://", "https://")) or not url.rstrip("/").endswith("/v1"):
+                raise ValueError(f"{url!r} is no base URL; give http(s)://HOST:PORT/v1")
+        return urls
+
+    @field_validator("replicas", "tensor_parallel", mode="before")
+    @classmethod
+    def _whole_or_auto(cls, value: Any) -> Any:
+        whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if not whole and value != "auto":
+            raise ValueError("give a whole number above 0, or auto")
+        return value
 
 
 class CaptureConfig(Section):
@@ -168,6 +233,23 @@ class CaptureConfig(Section):
     max_bad_rows_per_part: int = Field(
         0, ge=0, description="rows of a part whose states fail the checks before the run stops"
     )
+    spot_check: bool = Field(
+        True, description="one sample of every part is computed again alone, and its states must be the same"
+    )
+    codec: Literal["bf16", "fp8", "int8", "int4"] = Field(
+        "bf16",
+        description="how states are stored: bf16 (as target.dtype has them), fp8 (e4m3, a scale per token and state),"
+        " int8, int4 (a scale per 64 channels)",
+    )
+    compression: Literal["none", "zstd", "planes"] = Field(
+        "none", description="of the stored states, lossless: zstd, or planes (the bytes of bf16 apart, then zstd)"
+    )
+
+    @model_validator(mode="after")
+    def _compression_fits(self) -> CaptureConfig:
+        if self.compression == "planes" and self.codec != "bf16":
+            raise ValueError(f"compression planes splits the bytes of a value and codec {self.codec} has one; use zstd")
+        return self
 
 
 class QualityConfig(Section):
@@ -233,9 +315,9 @@ class TrainConfig(Section):
     keep_checkpoints: int = Field(2, gt=0)
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     num_attention_heads: int | None = Field(None, description="default: the target's")
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    intermediate_size: int | None = None
+    num_key_value_heads: int | None = Field(None, description="default: the target's; at most 8 where it has MLA")
+    head_dim: int | None = Field(None, description="default: the target's; the size of its values where it has MLA")
+    intermediate_size: int | None = Field(None, description="default: the target's dense width, never its experts'")
     norm_before_residual: bool = False
     seed: int = 0
 
@@ -282,6 +364,11 @@ class StorageConfig(Section):
     )
     lease_timeout_s: float = Field(60, gt=0, description="seconds after which a silent driver on another host is dead")
     verify: Literal["checksum", "size"] = Field("checksum", description="how committed parts are verified on resume")
+    keep_states: Literal["always", "until_trained", "until_done"] = Field(
+        "always",
+        description="until_trained: a part's states go once the draft is trained, those of held-out conversations once"
+        " it is evaluated; until_done: all of them after the report. Training anew then needs generate.recapture",
+    )
 
 
 class Config(Section):
@@ -311,6 +398,12 @@ class Config(Section):
                 f"generate.max_new_tokens ({self.generate.max_new_tokens}) leaves no room for a prompt in"
                 f" generate.max_length ({self.generate.max_length}); lower the one or raise the other"
             )
+        for number, source in enumerate(self.sources):
+            if (limit := source.sampling.max_new_tokens or 0) >= self.generate.max_length:
+                raise ValueError(
+                    f"sources.{number}.sampling.max_new_tokens ({limit}) leaves no room for a prompt in"
+                    f" generate.max_length ({self.generate.max_length}); lower the one or raise the other"
+                )
         return self
 
     def to_yaml(self) -> str:

@@ -3,7 +3,7 @@
 A committed part of the generate stage is three objects in `generate/parts/`:
 
 - `part-00007-<sha8>.parquet`      one row per sample: token ids, loss mask, messages, finish reason, ...
-- `part-00007-<sha8>.safetensors`  states: `aux` [N, 3*H] and `teacher` [M, H] in the capture dtype
+- `part-00007-<sha8>.safetensors`  states: `aux` [N, 3*H] and `teacher` [M, H] in `capture.codec` (app/states.py)
 - `part-00007.json`                the entry, written last: names, sizes and checksums of both, counts, rejects
 
 A part without a valid entry is work to do. Data names carry their own checksum, so that a writer that was
@@ -12,10 +12,10 @@ given up for dead can never overwrite what another has committed.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from app.codecs import States, encode
+from app.errors import UserError
 from app.runfolder import sealed, unsealed
+from app.states import CONVENTION, StatesFile, write_states
 from app.storage import Store, explained, file_sha256
 
 PARTS = "generate/parts"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 INGEST_SCHEMA = pa.schema(
     [
@@ -82,6 +83,7 @@ SAMPLE_SCHEMA = pa.schema(
         ("aux_start", pa.int64()),  # first row of this sample in `aux`; it has T-1
         ("teacher_start", pa.int64()),  # first row in `teacher`
         ("teacher_rows", pa.int64()),
+        ("num_tokens", pa.int32()),  # T: what planning needs without the lists
     ]
 )
 
@@ -151,10 +153,14 @@ class PartEntry:
     finish_reasons: dict[str, int]
     files: dict[str, dict[str, Any]]  # "rows", "states": name, size, sha256
     layers: list[int]  # k of the auxiliary states, low to high
-    dtype: str
+    dtype: str  # of the states as the engine gave them
     hidden_size: int
     seconds: float
     format_version: int = FORMAT_VERSION
+    codec: str = "bf16"  # app/codecs.py; version 1 knew no other
+    compression: str = "none"
+    record: dict[str, Any] = field(default_factory=dict)  # what the states were captured from: app/record.py
+    cleaned: str | None = None  # when the states were deleted, ISO 8601; the rows are still there
 
     @property
     def bytes(self) -> int:
@@ -179,27 +185,22 @@ def write_part(
     """Write and commit one part.
 
     Args:
-        entry: PartEntry's fields but `files` and `samples`.
-        rows: SAMPLE_SCHEMA rows but `aux_start`, `teacher_start`, `teacher_rows`.
+        entry: PartEntry's fields but `files` and `samples`; `codec` and `compression` are obeyed.
+        rows: SAMPLE_SCHEMA rows but `aux_start`, `teacher_start`, `teacher_rows`, `num_tokens`.
         states: per row [T-1, 4, H]: three auxiliary states and s_n, CPU.
 
     Raises:
-        UserError: the store is full or cannot be reached.
+        UserError: the store is full or cannot be reached, or the codec cannot hold these states.
+        ValueError: states are not those of their row.
     """
-    aux: list[Tensor] = []
-    teacher: list[Tensor] = []
-    aux_start = teacher_start = 0
-    full_rows = []
+    codec = entry.get("codec", "bf16")
+    samples: list[tuple[States, States]] = []
     for row, state in zip(rows, states, strict=True):
+        if len(state) != len(row["loss_mask"]) - 1:
+            raise ValueError(f"sample {row['sample_id']}: {len(state)} states for {len(row['loss_mask'])} tokens")
         positions = teacher_positions(torch.tensor(row["loss_mask"], dtype=torch.bool))  # [S]
-        aux.append(state[:, :3].reshape(len(state), -1))  # [T-1, 3H]
-        teacher.append(state[positions, 3])  # [S, H]
-        full_rows.append(
-            {**row, "aux_start": aux_start, "teacher_start": teacher_start, "teacher_rows": len(positions)}
-        )
-        aux_start += len(state)
-        teacher_start += len(positions)
-    return _commit(store, entry, full_rows, aux, teacher)
+        samples.append((encode(state[:, :3], codec), encode(state[positions, 3:], codec)))  # [T-1, 3H], [S, H]
+    return _commit(store, entry, rows, samples)
 
 
 def remove_conversations(store: Store, entry: PartEntry, ids: set[str], key: str) -> PartEntry:
@@ -209,19 +210,7 @@ def remove_conversations(store: Store, entry: PartEntry, ids: set[str], key: str
     """
     table = pq.read_table(store.local(f"{PARTS}/{entry.files['rows']['name']}"))
     rows = [row for row in table.to_pylist() if row["conversation_id"] not in ids]
-    aux: list[Tensor] = []
-    teacher: list[Tensor] = []
-    with safe_open(str(store.local(f"{PARTS}/{entry.files['states']['name']}")), "pt") as states:
-        for row in rows:
-            length = len(row["prompt_ids"]) + len(row["answer_ids"]) - 1
-            aux.append(states.get_slice("aux")[row["aux_start"] : row["aux_start"] + length])
-            start = row["teacher_start"]
-            teacher.append(states.get_slice("teacher")[start : start + row["teacher_rows"]])
-        empty = {name: states.get_slice(name)[:0] for name in ("aux", "teacher")}
-    starts = [0, 0]
-    for row, a, t in zip(rows, aux, teacher, strict=True):
-        row["aux_start"], row["teacher_start"] = starts
-        starts = [starts[0] + len(a), starts[1] + len(t)]
+    samples = _stored_samples(store, entry, rows)
     gone = {*table["conversation_id"].to_pylist(), *(r["id"] for r in entry.rejects)} & ids
     finishes = Counter(row["finish_reason"] for row in rows)
     left = {
@@ -238,7 +227,7 @@ def remove_conversations(store: Store, entry: PartEntry, ids: set[str], key: str
         },
         "finish_reasons": dict(finishes),
     }
-    done = _commit(store, left, rows, aux or [empty["aux"]], teacher or [empty["teacher"]])
+    done = _commit(store, left, rows, samples, entry.files["states"] if entry.cleaned else None)
     for kind, file in entry.files.items():
         if file["name"] != done.files[kind]["name"]:
             store.forget_copy(f"{PARTS}/{file['name']}")
@@ -246,35 +235,55 @@ def remove_conversations(store: Store, entry: PartEntry, ids: set[str], key: str
     return done
 
 
+def _stored_samples(store: Store, entry: PartEntry, rows: list[dict[str, Any]]) -> list[tuple[States, States]]:
+    """States of `rows` as they are stored, so that nothing is quantised twice; of no width where they were cleaned."""
+    places = [
+        (
+            row["aux_start"],
+            len(row["prompt_ids"]) + len(row["answer_ids"]) - 1,
+            row["teacher_start"],
+            row["teacher_rows"],
+        )
+        for row in rows
+    ]
+    if entry.cleaned:
+        return [(torch.empty(length, 0), torch.empty(count, 0)) for _, length, _, count in places]
+    file = StatesFile.open(store, f"{PARTS}/{entry.files['states']['name']}")
+    return [(file.rows("aux", a, a + length), file.rows("teacher", t, t + count)) for a, length, t, count in places]
+
+
 def _commit(
-    store: Store, entry: dict[str, Any], rows: list[dict[str, Any]], aux: list[Tensor], teacher: list[Tensor]
-) -> PartEntry:
-    """Write the data files of a part, then its entry."""
-    hidden = int(entry["hidden_size"])
-    tensors = {
-        "aux": torch.cat(aux) if aux else torch.zeros(0, 3 * hidden),
-        "teacher": torch.cat(teacher) if teacher else torch.zeros(0, hidden),
-    }
-    name = part_name(entry["part"])
+    store: Store, entry: dict[str, Any], rows: list[dict[str, Any]], samples: Sequence[tuple[States, States]],
+    cleaned: dict[str, Any] | None = None,
+) -> PartEntry:  # fmt: skip
+    """Write the data files of a part, then its entry; the states not where they are `cleaned`, a file that was."""
+    hidden, name = int(entry["hidden_size"]), part_name(entry["part"])
+    entry = {"codec": "bf16", "compression": "none", "record": {}, **entry, "format_version": FORMAT_VERSION}
     about = {
         "format": "draftmill-states",
         "version": FORMAT_VERSION,
         "layers": entry["layers"],
-        "convention": "s_k: residual stream after k layers, un-normed; teacher: s_n before the final norm",
+        "convention": CONVENTION,
+        "codec": entry["codec"],
+        "compression": entry["compression"],
     }
-    metadata = {"draftmill": json.dumps(about)}  # one key: safetensors writes several in random order
-    files = {
-        "rows": _commit_file(
-            store,
-            name,
-            "parquet",
-            lambda p: pq.write_table(pa.Table.from_pylist(rows, SAMPLE_SCHEMA), p),
-        ),
-        "states": _commit_file(store, name, "safetensors", lambda p: save_file(tensors, p, metadata)),
-    }
+    files = {"rows": _commit_file(store, name, "parquet", lambda p: pq.write_table(_sample_table(rows, samples), p))}
+    files["states"] = cleaned or _commit_file(
+        store, name, "safetensors", lambda p: write_states(p, samples, hidden, about)
+    )
     done = PartEntry(**{**entry, "samples": len(rows), "files": files})
     write_entry(store, done)
     return done
+
+
+def _sample_table(rows: list[dict[str, Any]], samples: Sequence[tuple[States, States]]) -> pa.Table:
+    """SAMPLE_SCHEMA rows with where their states lie."""
+    full, aux_start, teacher_start = [], 0, 0
+    for row, (aux, teacher) in zip(rows, samples, strict=True):
+        places = {"aux_start": aux_start, "teacher_start": teacher_start, "teacher_rows": len(teacher)}
+        full.append({**row, **places, "num_tokens": len(row["prompt_ids"]) + len(row["answer_ids"])})
+        aux_start, teacher_start = aux_start + len(aux), teacher_start + len(teacher)
+    return pa.Table.from_pylist(full, SAMPLE_SCHEMA)
 
 
 def write_entry(store: Store, entry: PartEntry) -> None:
@@ -297,10 +306,23 @@ def _commit_file(store: Store, name: str, suffix: str, write: Any) -> dict[str, 
 
 
 def read_entry(store: Store, part: int) -> PartEntry | None:
-    """The commit entry of `part`, or None where it is absent, cut or of another format."""
-    data = unsealed(store.read_json(f"{PARTS}/{part_name(part)}.json"))
-    if data is None or data.get("format_version") != FORMAT_VERSION or data.get("part") != part:
+    """The commit entry of `part`, or None where it is absent, cut or none of ours. Older versions are read as they are.
+
+    Raises:
+        UserError: a newer draftmill made it.
+    """
+    path = f"{PARTS}/{part_name(part)}.json"
+    data = unsealed(store.read_json(path))
+    if data is None or data.get("part") != part:
         return None
+    version = data.get("format_version")
+    if not isinstance(version, int) or version < 1:
+        return None
+    if version > FORMAT_VERSION:
+        raise UserError(
+            f"{store.url}/{path} has format version {version} and this draftmill reads versions up to {FORMAT_VERSION};"
+            " use a newer draftmill for this run folder"
+        )
     try:
         return PartEntry(**data)
     except TypeError:
@@ -312,6 +334,8 @@ def entry_fault(store: Store, entry: PartEntry, key: str, verify: str) -> str | 
     if entry.key != key:
         return "made from other inputs or settings"
     for kind, file in entry.files.items():
+        if kind == "states" and entry.cleaned:
+            continue
         path = f"{PARTS}/{file['name']}"
         size = store.size(path)
         if size is None:
@@ -343,7 +367,7 @@ def committed_parts(store: Store, keys: dict[int, str], verify: str) -> tuple[di
 
     valid: dict[int, PartEntry] = {}
     bad: dict[int, str] = {}
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(8 if store.is_local else 64) as pool:  # far away it is waiting, not work
         for part, entry, fault in pool.map(look, sorted(keys.items())):
             if fault is not None:
                 bad[part] = fault

@@ -32,6 +32,7 @@ from app.runfolder import (
     git_revision,
     package_versions,
 )
+from app.sources.locate import Listing
 from app.storage import explained
 from app.target import TargetInfo, check_aux_layers, default_aux_layers, inspect_target
 
@@ -51,6 +52,11 @@ class StageContext:
     def target(self) -> TargetInfo:
         t = self.config.target
         return inspect_target(t.model, t.revision, t.trust_remote_code, t.chat_template)
+
+    @cached_property
+    def listing(self) -> Listing:
+        """The files of the sources, the same for whoever looks in this invocation."""
+        return Listing()
 
     @property
     def layers(self) -> tuple[int, int, int]:
@@ -94,6 +100,7 @@ class Stage:
     outside: Callable[[StageContext], dict[str, str]] | None = None  # digests of things outside the run folder
     unfinished: Callable[[StageContext], str | None] | None = None  # why finished-looking output is not, in words
     check: Callable[[StageContext], None] | None = None  # raises UserError, before any stage of the run begins
+    after: Callable[[StageContext], None] | None = None  # called when the stage is up to date: what may go then
     version: int = 1
 
 
@@ -235,6 +242,8 @@ def _run_stages(ctx: StageContext, stages: list[Stage], after: Callable[[Timings
     for stage in stages:
         manifest, reused = run_stage(stage, ctx)
         timings[stage.name] = {"seconds": manifest.seconds, "reused": reused}
+        if stage.after is not None:
+            stage.after(ctx)
         after(timings)
     return timings
 

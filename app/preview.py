@@ -19,10 +19,11 @@ from app.marked import CLOSE, OPEN, SPAN_LIMIT, Span, one_line, short, spans_of,
 from app.pipelines.ingest import check_settings
 from app.redact import redact
 from app.rows import Outcome, RowSettings, RowWorker
+from app.sources.locate import SourceError
 from app.sources.logs import join_streams
-from app.sources.readers import SourceError, read_rows
+from app.sources.readers import read_rows
 from app.target import inspect_target
-from app.template_probe import additions
+from app.template_probe import additions, ignored_roles, ignores_messages
 
 _TEMPLATE = Path(__file__).with_name("preview.html.jinja")
 _REQUEST = ("prompt_ids", "answer_ids", "loss_mask")
@@ -95,11 +96,15 @@ class _Looker:
         self._config, self._worker, self._show_private = config, worker, show_private
         self._tokenizer = worker.renderer.tokenizer
         self._seen: dict[str, str] = {}  # id -> where
+        self._template_fault = ignores_messages(worker.renderer)
+        self._ignored = ignored_roles(worker.renderer)
 
     def source(self, source: SourceConfig, rows: int) -> SourceView:
         view = SourceView(source.label, source.use, self._not_applied(source))
         for where, row in islice(join_streams(read_rows(source)), rows):
             view.rows.append(self._row(source, where, row))
+        if self._template_fault is not None:
+            view.notes.insert(0, f"WARNING: the target's chat template {self._template_fault}")
         if not view.rows:
             raise SourceError(source.label, f"{redact(source.location)} holds no rows")
         return view
@@ -174,6 +179,8 @@ class _Looker:
             view.facts.append(("template", one_line(error.detail, 300) if shown else error.reason))
             return
         own = [m for m in messages if m["role"] in ("system", "developer")]
+        if own and own[0]["role"] in self._ignored:
+            view.facts.append(("WARNING", f"the template leaves out what {own[0]['role']} messages say"))
         if own and own[0]["content"] == source.system_prompt:
             said = f'of the source: "{one_line(own[0]["content"])}"'
         elif own:

@@ -10,14 +10,54 @@ from typing import Any
 from app.errors import UserError
 from app.redact import redact
 
-_EMAIL = re.compile(r"\b[A-Za-z0-9._%+\-]{1,64}@[A-Za-z0-9\-]{1,63}(?:\.[A-Za-z0-9\-]{1,63})*\.[A-Za-z]{2,24}\b")
+# Characters of words: of scripts that put spaces between them, vowel signs and accents of their own included, and of
+# those that do not, where nothing says at which character an address begins or ends.
+_DENSE = r"\u2e80-\u2fdf\u3005-\u3007\u3021-\u30fa\u30fc-\u9fff\uac00-\ud7af\uf900-\ufaff"
+_MARKS = r"\u0300-\u036f\u0900-\u0903\u093a-\u094f\u0e31-\u0e4e"
+_SPACED = rf"(?:[^\W{_DENSE}]|[{_MARKS}])"
+_NO_WORD_BEFORE = rf"(?<![^\W{_DENSE}])(?<![{_MARKS}])"
+_LABELS = rf"(?:(?:[^\W_]|[{_MARKS}\-]){{1,63}}\.)+"
+_DENSE_TOP = rf"[{_DENSE}]{{2,6}}"
+_TOP = rf"(?:xn--[A-Za-z0-9\-]{{2,59}}|(?:[^\W\d_{_DENSE}]|[{_MARKS}]){{2,24}}(?!{_SPACED})|{_DENSE_TOP})"
+_DENSE_LOCAL = rf"(?:[^\W]|[{_MARKS}.%+\-]){{0,16}}"
+_EMAIL = re.compile(
+    rf"{_NO_WORD_BEFORE}(?:"
+    rf"{_SPACED}(?:{_SPACED}|[.%+\-]|(?<=\w)['’](?=\w)){{0,63}}[@＠]{_LABELS}{_TOP}"
+    rf"|{_DENSE_LOCAL}[{_DENSE}][@＠]{_LABELS}{_TOP}"
+    rf"|[{_DENSE}]{_DENSE_LOCAL}[@＠]{_LABELS}{_DENSE_TOP}"
+    r")"
+)
+_NO_NUMBER_BEFORE = rf"(?<![^\W{_DENSE}])(?<![.\-/])"
+_NO_NUMBER_BEHIND = rf"(?![^\W{_DENSE}]|\.\d)"
 _PHONE = re.compile(
-    r"(?<![\w.\-/])(?:"
+    rf"{_NO_NUMBER_BEFORE}(?:"
     r"(?:\+\d{1,3}[\s.\-]?)?(?:\(\d{2,4}\)[\s.\-]?|\d{2,4}[\s.\-])\d{3,4}[\s.\-]?\d{3,4}"
     r"|\+\d(?:[\s.\-/]?\(?\d\)?){8,14}"  # international, in whatever groups
     r"|0\d(?:[\s.\-]\d{2}){4}"  # in pairs
-    r")(?!\w|\.\d)"
+    r"|0\d{2,4} ?/ ?\d{2,8}(?:[ \-]\d{1,5}){0,3}(?!/)"  # the area code before a stroke
+    rf"){_NO_NUMBER_BEHIND}"
 )
+# Nine to twelve digits are a number of any kind, unless a word beside them says whose.
+_BARE = rf"{_NO_NUMBER_BEFORE}(?:0\d{{8,11}}|[1-9]\d{{8,10}}){_NO_NUMBER_BEHIND}(?![,\-/]\d)"
+_LINE = (
+    r"(?:t[eé]l[eé](?:phone|fono?)|tel|ph(?:one)?|cell(?:[ -]?phone)?|mobil(?:e|funk)?|m[oó]vil|handy|fax"
+    r"|whats ?app|sms|hotline|landline)(?:[ _-]?(?:number|no|nr|num|nummer))?"
+)
+_LINE_DENSE = r"(?:电话|電話|手机|手機|携帯|传真|휴대폰|전화)(?:号码?|號碼?|番号|번호)?"
+_FILL = (
+    r"(?:[\s:：=#.,\"'()\[\]*–-]|是|为|為"
+    r"|\b(?:is|are|at|on|under|via|the|my|our|his|her|your|number|no|nr|lautet|ist|es|est)\b)"
+)
+_CALL = (
+    r"(?<!system )(?<!function )(?<!method )(?<!api )\b(?:(?:call|dial|ring)|"
+    r"(?:call|text|ring|dial|phone|reach|contact|message)(?: (?:me|us|him|her|them)(?: (?:back|now|today|anytime))?"
+    r"(?: (?:at|on|under|via))?| (?:at|on|under|via)))(?::? | (?:my|this|the|our) number:? )"
+)
+_PHONE_BESIDE_WORD = re.compile(
+    rf"(?i:(?P<before>(?<![^\W_]){_LINE}(?![^\W\d_]){_FILL}{{0,12}}|{_LINE_DENSE}{_FILL}{{0,6}}|{_CALL})){_BARE}"
+    rf"|{_BARE}(?=(?i: ?[(\[,–-]? ?(?:(?:is|was) )?(?:(?:my|our|his|her|the|their) )?(?:new |old )?{_LINE}\b))"
+)
+_PHONE_NAME = re.compile(rf"(?i)(?:^|.*[\W_]){_LINE}(?:$|[\W_].*)|.*{_LINE_DENSE}")
 _CARD = re.compile(r"(?<!\d)(?<!\d\.)\d(?:[ \-]?\d){12,18}(?!\.?\d)")
 _KEY = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----"
@@ -38,11 +78,12 @@ class Redactor:
     def __init__(self, kinds: Iterable[str]) -> None:
         by_kind: dict[str, Callable[[str], str]] = {
             "key": lambda text: _KEY.sub("[key]", redact(text).replace("***", "[key]")),
-            "email": lambda text: _EMAIL.sub("[email]", text),
+            "email": lambda text: _EMAIL.sub("[email]", text) if "@" in text or "＠" in text else text,
             "card": lambda text: _CARD.sub(lambda m: "[card]" if _luhn(m[0]) else m[0], text),
-            "phone": lambda text: _PHONE.sub(lambda m: "[phone]" if _phone_like(m[0]) else m[0], text),
+            "phone": _without_phones,
         }
         wanted = set(kinds)
+        self._phones = "phone" in wanted
         self._replace = [by_kind[k] for k in by_kind if k in wanted]
 
     def __call__(self, value: Any) -> Any:
@@ -52,14 +93,27 @@ class Redactor:
         if isinstance(value, list):
             return [self(v) for v in value]
         if isinstance(value, dict):
-            return {self(k): self(v) for k, v in value.items()}
+            return {self(k): self._named(k, v) for k, v in value.items()}
         if isinstance(value, int | float) and not isinstance(value, bool):
             text = str(value)
             replaced = self._text(text)
             return value if replaced == text else replaced
         return value
 
+    def _named(self, name: Any, value: Any) -> Any:
+        """A value of an object, whose name may say what a bare number is."""
+        bare = self._phones and isinstance(value, str | int) and re.fullmatch(_BARE, str(value))
+        return "[phone]" if bare and _PHONE_NAME.fullmatch(str(name)) else self(value)
+
     def _text(self, text: str) -> str:
+        replaced = self._between_escapes(text)
+        if "\\u" in text:  # letters that are written out as numbers belong to the words around them
+            whole = self._between_escapes(_ESCAPE.sub(_letter, text))
+            if whole != _ESCAPE.sub(_letter, replaced):
+                return whole
+        return replaced
+
+    def _between_escapes(self, text: str) -> str:
         if "\\" in text:
             text = "".join(p if p.startswith("\\") else self._plain(p) for p in _ESCAPE.split(text))
         return self._plain(text)
@@ -68,6 +122,16 @@ class Redactor:
         for replace in self._replace:
             text = replace(text)
         return text
+
+
+def _letter(escape: re.Match[str]) -> str:
+    character = chr(int(escape[0][2:], 16)) if len(escape[0]) == 6 else ""
+    return character if character.isalpha() else escape[0]
+
+
+def _without_phones(text: str) -> str:
+    text = _PHONE.sub(lambda m: "[phone]" if _phone_like(m[0]) else m[0], text)
+    return _PHONE_BESIDE_WORD.sub(lambda m: f"{m['before'] or ''}[phone]", text)
 
 
 def _phone_like(text: str) -> bool:
@@ -122,12 +186,16 @@ class NearRepeats:
         self._ids: list[str] = []
         self._hashes: list[Any] = []
 
-    def earlier(self, identity: str, messages: list[dict[str, Any]]) -> str | None:
-        """Id of an earlier conversation this one nearly repeats; else None, and it is remembered."""
+    def sketch(self, messages: list[dict[str, Any]]) -> Any:
+        """Hashes of a conversation's user turns, to be given to `earlier`."""
         words = normalised(" ".join(m["content"] for m in messages if m["role"] == "user")).split(" ")
         grams = {" ".join(words[i : i + 5]) for i in range(max(1, len(words) - 4))}
         mine = self._hash(num_perm=self._PERMUTATIONS, seed=1)
         mine.update(sorted(grams))
+        return mine
+
+    def earlier(self, identity: str, mine: Any) -> str | None:
+        """Id of an earlier conversation that the one of sketch `mine` nearly repeats; else None, and it is kept."""
         for number in sorted(self._index.query(mine)):
             if mine.jaccard(self._hashes[number]) >= self._threshold:
                 return self._ids[number]

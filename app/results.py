@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from app.budget import STOPPED_BY, stopped_words
 from app.runfolder import Manifest, RunFolder
 
 
@@ -37,6 +38,9 @@ def collect(run: RunFolder) -> dict[str, Any]:
         results["finish_reasons"] = generate.counts["finish_reasons"]
         results["aux_layers"] = generate.extra["layers"]
         results["versions"] = generate.versions
+        if STOPPED_BY in generate.extra:
+            record = generate.extra[STOPPED_BY]
+            results[STOPPED_BY] = {**record, "words": stopped_words(record)}
     for stage in ("quality", "vocab", "train", "export", "evaluate", "bench"):
         manifest = _current(run, stage)
         if manifest is not None:
@@ -78,6 +82,8 @@ def summary_lines(url: str, results: dict[str, Any]) -> list[str]:
         )
     for name, why in results.get("skipped_sources", {}).items():
         line("SKIPPED", f"source {name}: {why.partition(': ')[2]}")
+    if STOPPED_BY in results:
+        line("PARTIAL", f"generate was {results[STOPPED_BY]['words']}")
     if "tokens" in results:
         t = results["tokens_by_kind"]
         line("tokens", f"{results['tokens']:,} ({t['prompt']:,} prompt, {t['answer']:,} answer)")

@@ -27,6 +27,10 @@ _TYPES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     ),
 }
 _DEFAULT_THETA = 10_000.0
+_FREE_OF_LENGTH = frozenset({"default", "linear", "llama3", "yarn"})  # frequencies known before the sequence is
+# Settings of targets that a Llama layer has no place for: parts of a head, and positions of more than one axis.
+_NOT_OF_LLAMA = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
+_TYPES_NOT_OF_LLAMA = frozenset({"mrope", "proportional"})  # the same, named as a type
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,47 @@ def rope_of_config(config: Mapping[str, Any]) -> Rope:
             "disagree; write in both what the model was trained with"
         )
     return found[0]
+
+
+def draft_rope(config: Mapping[str, Any]) -> Rope:
+    """Rotary settings that a draft of this target takes by default: the target's own, or plain ones of its base.
+
+    Plain where the target's are none of a Llama layer's: a part of the head (`partial_rotary_factor`), positions of
+    several axes (`mrope_section`), frequencies that follow the length (dynamic, longrope), one set per layer type
+    (then the base is full attention's).
+    Raises UserError for unknown keys, here too.
+    """
+    flat = _one_layer_type(config)
+    places = [flat, *(flat[key] for key in ("rope_parameters", "rope_scaling") if flat.get(key))]
+    foreign = any(place.get(key) not in (None, 1.0) for place in places for key in _NOT_OF_LLAMA)
+    foreign |= any(place.get(key) in _TYPES_NOT_OF_LLAMA for place in places for key in ("type", "rope_type"))
+    rope = rope_of_config(_without_foreign(flat))
+    kind = "default" if rope.scaling is None else rope.scaling["rope_type"]
+    several_sets = flat is not config
+    return Rope(rope.theta) if foreign or several_sets or kind not in _FREE_OF_LENGTH else rope
+
+
+def _one_layer_type(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`config` itself, or, where its rope_parameters are kept per layer type, with those of full attention."""
+    parameters = config.get("rope_parameters") or {}
+    sets = {name: value for name, value in parameters.items() if isinstance(value, Mapping)}
+    if not sets:
+        return config
+    return {**config, "rope_parameters": sets.get("full_attention") or next(iter(sets.values())), "rope_theta": None}
+
+
+def _without_foreign(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` without the settings that a Llama layer has no place for."""
+    out = {key: value for key, value in config.items() if key not in _NOT_OF_LLAMA}
+    for place in ("rope_parameters", "rope_scaling"):
+        if not config.get(place):
+            continue
+        kept = {key: value for key, value in config[place].items() if key not in _NOT_OF_LLAMA}
+        for key in ("type", "rope_type"):
+            if kept.get(key) in _TYPES_NOT_OF_LLAMA:
+                kept[key] = "default"
+        out[place] = kept
+    return out
 
 
 def rope_keys(rope: Rope) -> dict[str, Any]:

@@ -133,6 +133,8 @@ class RowWorker:
             raw = to_raw(row, source.columns)
             private = private or raw.private
             conversation = canonical(raw, source.system_prompt, source.use)
+            if source.sampling.given:
+                conversation = replace(conversation, sampling={**source.sampling.given, **conversation.sampling})
         except RowError as error:
             raise RowError(error.reason, WITHHELD) if private else error from error
         if not self.settings.redact:

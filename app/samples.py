@@ -1,22 +1,41 @@
-"""Reads committed parts as training samples, memory-mapped."""
+"""Reads committed parts as training samples: local parts mapped into memory, others by ranges.
+
+Samples are drawn in random order over all parts. A copy of whole parts would be fetched again for every sample unless
+the disk holds the whole run, so an object store is asked for the very bytes of a sample, many samples at once
+(`StepLoader`); memory holds the coming steps, the headers of the files, and token ids of about `_CACHED_BYTES`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from app.codecs import States
 from app.config import Config
 from app.errors import UserError
 from app.parts import PARTS, PartEntry, teacher_positions
-from app.storage import Store
+from app.states import StatesFile
+from app.storage import Store, explained
+
+_CACHED_BYTES = 256 << 20  # of token ids and masks
+_OPEN_FILES = 256  # states files whose header is kept
+_OPENERS = 8  # parts looked at at once when a reader starts
+_INDEX = ["sample_id", "conversation_id", "domain", "num_tokens", "teacher_rows"]  # what planning needs
+_LISTS = ["prompt_ids", "answer_ids", "loss_mask", "sampling", "aux_start", "teacher_start"]  # what a sample needs more
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,13 +48,13 @@ class Sample:
     split: str  # train | valid | holdout
     token_ids: Tensor  # [T] int64
     loss_mask: Tensor  # [T] bool
-    aux: Tensor  # [T-1, 3H] s_a, s_b, s_c low to high
-    teacher: Tensor  # [S, H] s_n at teacher_pos
+    aux: States  # [T-1, 3H] s_a, s_b, s_c low to high, as they are stored
+    teacher: States  # [S, H] s_n at teacher_pos
     teacher_pos: Tensor  # [S] int64, positions p with m_p and m_{p+1}
     greedy: bool  # sampled at temperature 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SampleInfo:
     """What packing and splitting need, without the states."""
 
@@ -77,9 +96,10 @@ def assign_splits(conversation_ids: list[str], holdout: int, seed: int, validati
 
 
 class SampleReader:
-    """Random access to the samples of committed parts.
+    """Random access to the samples of committed parts, from several threads at once.
 
-    Starts in O(parts); reads rows lazily, one memory-mapped shard at a time. Picklable by construction arguments.
+    Starts in O(parts) small reads: ids and counts, neither token ids nor masks nor states. Picklable by construction
+    arguments.
 
     Args:
         store: the run folder.
@@ -100,73 +120,114 @@ class SampleReader:
         self._split = split
         self._rows: list[tuple[int, int]] = []  # (entry index, row in its table)
         self.infos: list[SampleInfo] = []
-        for number, entry in enumerate(self._entries):
-            columns = ["sample_id", "conversation_id", "domain", "loss_mask", "teacher_rows"]
-            table = pq.read_table(store.local(f"{PARTS}/{entry.files['rows']['name']}"), columns=columns)
-            for row, values in enumerate(table.to_pylist()):
-                if split.get(values["conversation_id"]) in wanted:
+        for number, table in enumerate(_of_parts(store, self._entries, _INDEX)):
+            for row, values in enumerate(zip(*(column.to_pylist() for column in table.columns), strict=True)):
+                if split.get(values[1]) in wanted:
                     self._rows.append((number, row))
-                    self.infos.append(
-                        SampleInfo(
-                            values["sample_id"],
-                            values["conversation_id"],
-                            values["domain"],
-                            len(values["loss_mask"]),
-                            values["teacher_rows"],
-                        )
-                    )
-        self._tables: OrderedDict[int, list[dict[str, Any]]] = OrderedDict()
-        self._handles: OrderedDict[int, Any] = OrderedDict()
+                    self.infos.append(SampleInfo(*values))
+        self._lists: _Cache[pa.Table] = _Cache(_CACHED_BYTES, lambda table: int(table.nbytes))
+        self._tables: _Cache[list[dict[str, Any]]] = _Cache(4, lambda table: 1)
+        self._files: _Cache[StatesFile] = _Cache(_OPEN_FILES, lambda file: 1)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, index: int) -> dict[str, Any]:
-        """The Parquet row of sample `index` (SAMPLE_SCHEMA)."""
+        """The Parquet row of sample `index` (SAMPLE_SCHEMA), its text included."""
         number, row = self._rows[index]
-        table = self._tables.get(number)
-        if table is None:
-            name = self._entries[number].files["rows"]["name"]
-            table = pq.read_table(self._store.local(f"{PARTS}/{name}")).to_pylist()
-            _remember(self._tables, number, table, 16)
-        return table[row]
+        return self._tables.get(number, lambda: _read(self._store, self._entries[number], None).to_pylist())[row]
 
     def __getitem__(self, index: int) -> Sample:
-        number, _ = self._rows[index]
-        row = self.row(index)
-        handle = self._handles.get(number)
-        if handle is None:
-            name = self._entries[number].files["states"]["name"]
-            handle = safe_open(str(self._store.local(f"{PARTS}/{name}")), "pt")
-            _remember(self._handles, number, handle, 64)
-        ids = torch.tensor(row["prompt_ids"] + row["answer_ids"], dtype=torch.int64)  # [T]
-        mask = torch.tensor(row["loss_mask"], dtype=torch.bool)  # [T]
-        a, t = row["aux_start"], row["teacher_start"]
+        """Sample `index`, its states as they are stored.
+
+        Raises:
+            UserError: its states are damaged or not its own.
+        """
+        number, row = self._rows[index]
+        entry, info = self._entries[number], self.infos[index]
+        lists = self._lists.get(number, lambda: _read(self._store, entry, _LISTS))
+        values = {name: lists.column(name)[row].as_py() for name in _LISTS[3:]}
+        prompt, answer, mask = (_list_at(lists, name, row) for name in _LISTS[:3])
+        loss_mask = torch.from_numpy(mask)  # [T]
+        aux = (values["aux_start"], values["aux_start"] + info.num_tokens - 1)
+        teacher = (values["teacher_start"], values["teacher_start"] + info.num_supervised)
+        file = self._files.get(number, lambda: StatesFile.open(self._store, _path(entry, "states")))
+        if len(mask) != info.num_tokens or file.bounds(row) not in (None, (aux, teacher)):
+            raise UserError(
+                f"sample {info.sample_id}: the states in {file.name} are not those of its tokens;"
+                f" delete {PARTS}/part-{entry.part:05d}.json, and `draftmill generate` makes the part again"
+            )
         return Sample(
-            sample_id=row["sample_id"],
-            conversation_id=row["conversation_id"],
-            domain=row["domain"],
-            split=self._split[row["conversation_id"]],
-            token_ids=ids,
-            loss_mask=mask,
-            aux=handle.get_slice("aux")[a : a + len(ids) - 1],
-            teacher=handle.get_slice("teacher")[t : t + row["teacher_rows"]],
-            teacher_pos=teacher_positions(mask),
-            greedy=json.loads(row["sampling"]).get("temperature", 1.0) == 0,
+            sample_id=info.sample_id,
+            conversation_id=info.conversation_id,
+            domain=info.domain,
+            split=self._split[info.conversation_id],
+            token_ids=torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64)),
+            loss_mask=loss_mask,
+            aux=file.rows("aux", *aux),
+            teacher=file.rows("teacher", *teacher),
+            teacher_pos=teacher_positions(loss_mask),
+            greedy=json.loads(values["sampling"]).get("temperature", 1.0) == 0,
         )
 
 
-def _remember(cache: OrderedDict[int, Any], key: int, value: Any, size: int) -> None:
-    cache[key] = value
-    while len(cache) > size:
-        cache.popitem(last=False)
+class _Cache(Generic[T]):
+    """The values used last, up to a total size; several threads may make one value twice, never wait for long."""
+
+    def __init__(self, room: int, size: Callable[[T], int]) -> None:
+        self._room, self._size, self._held = room, size, 0
+        self._values: OrderedDict[int, T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: int, make: Callable[[], T]) -> T:
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        value = make()
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = value
+                self._held += self._size(value)
+            while self._held > self._room and len(self._values) > 1:
+                self._held -= self._size(self._values.popitem(last=False)[1])
+        return value
+
+
+def _path(entry: PartEntry, kind: str) -> str:
+    return f"{PARTS}/{entry.files[kind]['name']}"
+
+
+def _read(store: Store, entry: PartEntry, columns: list[str] | None) -> pa.Table:
+    """Columns of a part's rows, each in one piece; version 1 has no `num_tokens`, so it is counted."""
+    with explained(store.url), store.fs.open(store.full(_path(entry, "rows")), "rb") as file:
+        parquet = pq.ParquetFile(file)
+        absent = columns is not None and "num_tokens" in columns and "num_tokens" not in parquet.schema_arrow.names
+        if columns is None or not absent:
+            return parquet.read(columns, use_threads=False).combine_chunks()
+        lists = parquet.read(["prompt_ids", "answer_ids"], use_threads=False)
+        lengths = pc.add(pc.list_value_length(lists["prompt_ids"]), pc.list_value_length(lists["answer_ids"]))
+        table = parquet.read([c for c in columns if c != "num_tokens"], use_threads=False)
+        return table.append_column("num_tokens", lengths).select(columns).combine_chunks()
+
+
+def _of_parts(store: Store, entries: list[PartEntry], columns: list[str]) -> list[pa.Table]:
+    """`columns` of each part, several parts at once."""
+    with ThreadPoolExecutor(_OPENERS) as pool:
+        return list(pool.map(lambda entry: _read(store, entry, columns), entries))
+
+
+def _list_at(table: pa.Table, name: str, row: int) -> np.ndarray[Any, Any]:
+    """A list of a row as an array of its own."""
+    values = table.column(name)[row].values
+    array: np.ndarray[Any, Any] = values.to_numpy(zero_copy_only=False)
+    return array
 
 
 def conversation_ids(store: Store, entries: list[PartEntry]) -> list[str]:
     """Every conversation with at least one sample."""
     ids: set[str] = set()
-    for entry in entries:
-        table = pq.read_table(store.local(f"{PARTS}/{entry.files['rows']['name']}"), columns=["conversation_id"])
+    for table in _of_parts(store, entries, ["conversation_id"]):
         ids.update(table.column(0).to_pylist())
     return sorted(ids)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from app import clean
 from app.captured import CONFIG_KEYS
 from app.errors import UserError
 from app.pipeline import Stage
@@ -34,6 +35,7 @@ STAGES: tuple[Stage, ...] = (
         config_keys=CONFIG_KEYS,
         outside=generate.outside,
         unfinished=generate.unfinished,
+        check=generate.check,
     ),
     Stage("quality", quality.run, inputs=("generate",), config_keys=("quality",)),
     Stage("vocab", vocab.run, inputs=("generate",), config_keys=("vocab", *_SPLIT)),
@@ -43,6 +45,7 @@ STAGES: tuple[Stage, ...] = (
         inputs=("generate", "vocab"),
         config_keys=("train", "evaluate.holdout", "evaluate.holdout_seed"),
         execution_keys=train.EXECUTION_KEYS,
+        after=clean.after_train,
     ),
     Stage("export", export.run, inputs=("vocab", "train"), config_keys=("export", "evaluate.num_draft_tokens")),
     Stage(
@@ -51,6 +54,7 @@ STAGES: tuple[Stage, ...] = (
         inputs=("generate", "export"),
         config_keys=("evaluate", "train.validation_share"),
         check=evaluate.check,
+        after=clean.after_evaluate,
     ),
     Stage(
         "bench",
@@ -63,6 +67,7 @@ STAGES: tuple[Stage, ...] = (
         "report",
         report.run,
         inputs=("ingest", "generate", "quality", "vocab", "train", "export", "evaluate", "bench"),
+        after=clean.after_report,
     ),
 )
 

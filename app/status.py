@@ -9,14 +9,16 @@ from typing import Any
 
 import yaml
 
-from app.captured import part_keys
+from app.budget import STOPPED_BY, stopped_words
+from app.captured import load_entries, part_keys
+from app.clean import CLEANED
 from app.config import Config, apply_overrides, load_config, parse_config
 from app.errors import UserError
 from app.forgotten import read_forgotten
 from app.lease import read_holder
 from app.parts import committed_parts
 from app.pipeline import StageContext, StageState, stage_state
-from app.runfolder import RunFolder
+from app.runfolder import Manifest, RunFolder
 from app.stages import STAGES
 
 
@@ -51,7 +53,8 @@ def status_lines(run: str, overrides: list[str]) -> list[str]:
 def _line(name: str, state: StageState, ctx: StageContext) -> str:
     manifest = ctx.run.manifest(name)
     if state.state == "done" and manifest is not None:
-        return f"  {name:<9} done     {manifest.seconds:>8.1f} s  {manifest.started}"
+        notes = [manifest.started, *(_notes(ctx, manifest) if name == "generate" else [])]
+        return f"  {name:<9} done     {manifest.seconds:>8.1f} s  {'; '.join(notes)}"
     details = [*state.reasons]
     if name == "generate" and ctx.run.manifest("ingest") is not None:
         keys = part_keys(ctx)
@@ -60,6 +63,16 @@ def _line(name: str, state: StageState, ctx: StageContext) -> str:
     if name == "train" and state.state != "stale" and (row := _last_metrics(ctx)) is not None:
         details.append(f"step {row['step']}, epoch {row['epoch']:.2f} of {ctx.config.train.epochs:g}")
     return f"  {name:<9} {state.state:<8} {'; '.join(details)}".rstrip()
+
+
+def _notes(ctx: StageContext, generate: Manifest) -> list[str]:
+    """What a finished generate stage is not: whole, or still there."""
+    stopped = generate.extra.get(STOPPED_BY)
+    notes = [f"PARTIAL: {stopped_words(stopped)}"] if stopped is not None else []
+    entries = load_entries(ctx) if ctx.run.store.exists(CLEANED) else []
+    if cleaned := [e for e in entries if e.cleaned]:
+        notes.append(f"states of {len(cleaned)} of {len(entries)} parts were cleaned ({cleaned[0].cleaned})")
+    return notes
 
 
 def _last_metrics(ctx: StageContext) -> dict[str, Any] | None:

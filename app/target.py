@@ -20,12 +20,16 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from app.errors import RowError, UserError, first_line
-from app.rope import rope_of_config
+from app.families import draft_shape, logit_scale, norm_eps, norm_is_plus_one, whole
 
-# Gain stored as (1 + w): the Gemma form of RMSNorm, which Qwen3-Next and Qwen3.5 took over.
-_PLUS_ONE_NORM = {"gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
 _PIECES, _PIECE = 256, 1 << 16  # bytes
 _TEMPLATE_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
+_REMOTE_TOKENIZER_FILES = ("*.tiktoken", "tiktoken.model", "tokenization_*.py")
+_EMBEDDING = ("embed_tokens.weight", "backbone.embeddings.weight")
+_FINAL_NORM = ("model.norm.weight", "language_model.norm.weight", "norm.weight", "norm_f.weight")
+_HEAD = ("lm_head.weight",)
+_NOT_THE_DECODER = ("vision", "visual", "audio", "mm_projector", "multi_modal_projector", "mtp")
+_PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,13 @@ class TargetInfo:
     num_layers: int
     vocab_size: int  # V, rows of the output head
     tokenizer_len: int  # ids at or above it are never emitted
-    num_attention_heads: int
+    num_attention_heads: int  # this and the next five: as a draft takes them by default (app/families.py)
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
-    rms_norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None
+    rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
     bos_token_id: int | None
@@ -111,14 +115,27 @@ class TargetFiles:
                 with safe_open(str(folder / name), "pt") as handle:
                     self.where.update(dict.fromkeys(handle.keys(), name))
 
-    def find(self, suffix: str) -> str | None:
-        """The name that ends with `suffix`, the language model's before any other's."""
-        names = [n for n in self.where if n == suffix or n.endswith("." + suffix)]
-        names.sort(key=lambda n: ("vision" in n or "visual" in n or "mtp" in n, len(n)))
-        return names[0] if names else None
+    def find(self, *suffixes: str) -> str | None:
+        """The decoder's tensor whose name is, or ends with, one of `suffixes`; the first suffix found wins.
+
+        Tensors of single layers, vision and audio towers and next-token heads do not count.
+        """
+        names = [n for n in self.where if "layers." not in n and not any(word in n for word in _NOT_THE_DECODER)]
+        for suffix in suffixes:
+            if found := [n for n in names if n == suffix or n.endswith("." + suffix)]:
+                return min(found, key=len)
+        return None
 
     def read(self, name: str) -> Tensor:
-        with safe_open(str(self.folder / self.where[name]), "pt") as handle:
+        """One tensor as stored.
+
+        Raises:
+            UserError: the file that the index names is not there.
+        """
+        path = self.folder / self.where[name]
+        if not path.exists():
+            raise UserError(f"{self.folder} lacks {path.name}, which its index names; the download is not complete")
+        with safe_open(str(path), "pt") as handle:
             tensor: Tensor = handle.get_tensor(name)
         return tensor
 
@@ -220,13 +237,7 @@ def inspect_target(
     folder = resolve_model(name, revision)
     raw = json.loads((folder / "config.json").read_text())
     config = text_config(raw)
-    try:
-        heads = int(config["num_attention_heads"])
-        hidden = int(config["hidden_size"])
-        layers = int(config["num_hidden_layers"])
-        vocab = int(config["vocab_size"])
-    except KeyError as error:
-        raise UserError(f"{folder}/config.json has no {error.args[0]!r}; this is not a decoder target") from error
+    shape = draft_shape(config)
     generation: dict[str, Any] = {}
     if (folder / "generation_config.json").exists():
         generation = json.loads((folder / "generation_config.json").read_text())
@@ -234,9 +245,9 @@ def inspect_target(
     for source in (generation, config, raw):
         value = source.get("eos_token_id")
         eos += [value] if isinstance(value, int) else list(value or [])
-    rope = rope_of_config(config)
     tokenizer = load_tokenizer(folder, trust_remote_code, chat_template)
     files = [folder / f for f in _TEMPLATE_FILES if (folder / f).exists()]
+    files += sorted(path for pattern in _REMOTE_TOKENIZER_FILES for path in folder.glob(pattern))
     template_text = str(tokenizer.chat_template or "")
     tokenizer_digest = hashlib.sha256((_digest_files(files) + template_text).encode()).hexdigest()[:16]
     weights = sorted(folder.glob("*.safetensors"))
@@ -244,70 +255,111 @@ def inspect_target(
         model=str(folder),
         name=name,
         architecture=(raw.get("architectures") or ["?"])[0],
-        hidden_size=hidden,
-        num_layers=layers,
-        vocab_size=vocab,
+        hidden_size=whole(config, "hidden_size"),
+        num_layers=whole(config, "num_hidden_layers"),
+        vocab_size=whole(config, "vocab_size"),
         tokenizer_len=len(tokenizer),
-        num_attention_heads=heads,
-        num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
-        intermediate_size=int(config.get("intermediate_size") or 4 * hidden),
-        rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
-        max_position_embeddings=int(config.get("max_position_embeddings") or 2048),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))),
-        bos_token_id=config.get("bos_token_id"),
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size,
+        rope_theta=shape.rope.theta,
+        rope_scaling=shape.rope.scaling,
+        rms_norm_eps=norm_eps(config),
+        max_position_embeddings=whole(config, "max_position_embeddings", 2048),
+        tie_word_embeddings=_is_tied(folder, config, raw),
+        bos_token_id=config.get("bos_token_id", raw.get("bos_token_id")),
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        pad_token_id=config.get("pad_token_id"),
-        quantization=(raw.get("quantization_config") or {}).get("quant_method"),
+        pad_token_id=config.get("pad_token_id", raw.get("pad_token_id")),
+        quantization=quantization_of(raw, config),
         weights_digest=_digest_files([folder / "config.json", *weights]),
         tokenizer_digest=tokenizer_digest,
         extra={
             "model_type": config.get("model_type", ""),
-            "logits_scaling": config.get("logits_scaling"),
-            "logit_scale": config.get("logit_scale"),
-            "final_logit_softcapping": config.get("final_logit_softcapping"),
+            "template_digest": hashlib.sha256(template_text.encode()).hexdigest()[:16],
+            "norm_plus_one": norm_is_plus_one(config),
+            "logit_scale": logit_scale(config),
+            "logit_softcap": config.get("final_logit_softcapping"),
         },
     )
+
+
+def quantization_of(raw: dict[str, Any], config: dict[str, Any]) -> str | None:
+    """The quantisation method of a checkpoint, from its config or its language model's (Kimi-K2.5), or None."""
+    settings = raw.get("quantization_config") or config.get("quantization_config") or {}
+    method = settings.get("quant_method")
+    return str(method) if method is not None else None
+
+
+def _is_tied(folder: Path, config: dict[str, Any], raw: dict[str, Any]) -> bool:
+    """Whether the head is the embedding: as the config says, else whether the checkpoint holds no head."""
+    for source in (config, raw):
+        if source.get("tie_word_embeddings") is not None:
+            return bool(source["tie_word_embeddings"])
+    return not any("lm_head." in name for name in TargetFiles(folder).where)
 
 
 def load_target_head(info: TargetInfo) -> TargetHead:
     """Load the embedding, final norm and output head of a target.
 
     Raises:
-        UserError: a tensor is not where any known layout keeps it.
+        UserError: a tensor is not where any known layout keeps it, is quantised, or has another number of rows
+            than the config says.
     """
     files = TargetFiles(Path(info.model))
-
-    def need(suffix: str) -> Tensor:
-        name = files.find(suffix)
-        if name is None:
-            raise UserError(f"{info.model} has no tensor ending in {suffix!r}; its layout is not known to draftmill")
-        return files.read(name)
-
-    embed = need("embed_tokens.weight")
-    # The final norm is the one outside any layer; per-layer norms have other names or a layer index before them.
-    norm_names = [n for n in files.where if n.endswith(("model.norm.weight", "language_model.norm.weight"))]
-    norm = files.read(norm_names[0]) if norm_names else need("norm.weight")
-    head_name = files.find("lm_head.weight")
-    if head_name is None and not info.tie_word_embeddings:
-        raise UserError(f"{info.model} has no lm_head.weight and its config does not tie it to the embedding")
+    embed = _plain_tensor(files, "embedding", _EMBEDDING)
+    norm = _plain_tensor(files, "final norm", _FINAL_NORM)
     # A tied config wins over a stored head: engines share the embedding then.
-    head = embed if info.tie_word_embeddings or head_name is None else files.read(head_name)
-    extra = info.extra
-    scale = float(extra.get("logit_scale") or 1.0)
-    if extra.get("logits_scaling"):
-        scale /= float(extra["logits_scaling"])
+    head = embed if info.tie_word_embeddings else _plain_tensor(files, "output head", _HEAD)
+    wanted = (info.vocab_size, info.hidden_size)
+    for what, tensor in (("embedding", embed), ("output head", head)):
+        if tuple(tensor.shape) != wanted:
+            raise UserError(
+                f"the {what} of {info.model} has shape {tuple(tensor.shape)}, its config.json says {wanted}"
+                " (vocab_size, hidden_size); correct the one that is wrong"
+            )
     return TargetHead(
         norm_weight=norm.float(),
         norm_eps=info.rms_norm_eps,
-        norm_plus_one=extra.get("model_type") in _PLUS_ONE_NORM,
+        norm_plus_one=bool(info.extra.get("norm_plus_one")),
         lm_head=head,
         embed_tokens=embed,
-        logit_scale=scale,
-        logit_softcap=extra.get("final_logit_softcapping"),
+        logit_scale=float(info.extra.get("logit_scale") or 1.0),
+        logit_softcap=info.extra.get("logit_softcap"),
     )
+
+
+def _plain_tensor(files: TargetFiles, what: str, suffixes: tuple[str, ...]) -> Tensor:
+    """The tensor `what`, as stored in one of the plain dtypes.
+
+    Raises:
+        UserError: it is not there, or quantised.
+    """
+    name = files.find(*suffixes)
+    if name is not None:
+        tensor = files.read(name)
+        if tensor.dtype in _PLAIN_DTYPES:
+            return tensor
+        found = f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}"
+    else:
+        stem = suffixes[0].removesuffix("weight")
+        packed = sorted(n for n in files.where if n.startswith(stem) or "." + stem in n)
+        if not packed:
+            raise UserError(
+                f"{files.folder} has no {what} (no tensor whose name ends in {' or '.join(suffixes)});"
+                " its layout is not known to draftmill"
+            )
+        found = f"{name_list(packed)} instead of {suffixes[0]}"
+    raise UserError(
+        f"the {what} of {files.folder} is quantised ({found}); the teacher and the draft's frozen embedding need it"
+        " in bf16, fp16 or fp32: use a checkpoint that leaves lm_head and embed_tokens out of the quantisation"
+    )
+
+
+def name_list(names: list[str], limit: int = 3) -> str:
+    """The first names of a list, in words."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def load_tokenizer(
@@ -318,6 +370,12 @@ def load_tokenizer(
     Raises:
         UserError: it cannot be loaded.
     """
+    if not trust_remote_code and _tokenizer_is_code(Path(folder)):
+        # Left to itself, transformers would build another tokenizer from the same vocabulary.
+        raise UserError(
+            f"the tokenizer of {folder} is code of that folder (auto_map in tokenizer_config.json);"
+            " set target.trust_remote_code=true if you trust it"
+        )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code
@@ -336,6 +394,14 @@ def load_tokenizer(
         except UnicodeDecodeError as error:
             raise UserError(f"target.chat_template {chat_template} is not UTF-8 text") from error
     return tokenizer
+
+
+def _tokenizer_is_code(folder: Path) -> bool:
+    """Whether the tokenizer exists only as Python beside the weights."""
+    path = folder / "tokenizer_config.json"
+    if not path.exists() or (folder / "tokenizer.json").exists():
+        return False
+    return "AutoTokenizer" in (json.loads(path.read_text(encoding="utf-8")).get("auto_map") or {})
 
 
 class Renderer:

@@ -10,7 +10,7 @@ from app.errors import RowError
 from app.target import Renderer
 
 Messages = list[dict[str, Any]]
-_SYSTEM, _USER = "QXSYSTEMXQ", "QXUSERXQ"
+_SYSTEM, _USER, _OTHER = "QXSYSTEMXQ", "QXUSERXQ", "QXOTHERXQ"
 _MARK = re.compile(r"QX[CR]\d+XQ")
 _TAGGED_REASONING = re.compile(r"<think>\s*QXR\d+XQ\s*</think>")
 _EMPTY_THINK = re.compile(r"<think>\s*</think>")
@@ -45,6 +45,40 @@ def default_system(renderer: Renderer) -> str | None:
     if not (head.startswith(prefix) and head.endswith(suffix)) or len(head) < len(prefix) + len(suffix):
         return None
     return head[len(prefix) : len(head) - len(suffix)].strip() or None
+
+
+def ignores_messages(renderer: Renderer) -> str | None:
+    """What is wrong with a template that does not show the target what the user says, in words; None: nothing."""
+
+    def shown(*contents: str) -> str:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+        return renderer.text(messages, add_generation_prompt=True).casefold()
+
+    user, other = _USER.casefold(), _OTHER.casefold()
+    try:
+        one, another, several = shown(_USER), shown(_OTHER), shown(_USER, "x", _OTHER)
+    except RowError:
+        return None  # the rows it rejects are counted
+    if one == another:
+        return "renders the same text whatever the messages say: the target would answer no question"
+    if user not in one or other not in several:
+        return "leaves out what the user says, or a part of it"
+    return None if user in several else "leaves out the user turns before the last"
+
+
+def ignored_roles(renderer: Renderer) -> list[str]:
+    """Those of `system` and `developer` whose text the template leaves out without an error."""
+    user = {"role": "user", "content": _USER}
+    found = []
+    for role in ("system", "developer"):
+        try:
+            text = renderer.text([{"role": role, "content": _SYSTEM}, user], add_generation_prompt=True)
+        except RowError:
+            continue
+        if _SYSTEM.casefold() not in text.casefold():
+            found.append(role)
+    return found
 
 
 def additions(renderer: Renderer, messages: Messages, add_generation_prompt: bool) -> Additions:

@@ -13,6 +13,7 @@ from app.engine.part_worker import PartWorker
 from app.parts import PARTS
 from app.pipeline import run_pipeline
 from app.pipelines.generate import _worker_config
+from app.sizing import Engines
 from app.stages import stages_up_to
 from app.target import load_tokenizer
 from tests import templates
@@ -68,7 +69,8 @@ def make(
     )  # fmt: skip
     run_pipeline(config, stages_up_to("ingest"))
     ctx = context(config)
-    outcome = json.loads(PartWorker(_worker_config(ctx, False))({"part": [0], "key": ["k"]})["outcome"][0])
+    worker = PartWorker(_worker_config(ctx, False, Engines(1, 1, "one")))
+    outcome = json.loads(worker({"part": [0], "key": ["k"]})["outcome"][0])
     import pyarrow.parquet as pq
 
     rows_file = tmp_path / "run" / PARTS / outcome["files"]["rows"]["name"]

@@ -92,16 +92,15 @@ class Started(Exception):
 def cluster_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, float]], None]:
     """Pretend to be connected to a cluster of these resources; Started is raised in place of the engines."""
     import ray
-    import ray.data
 
     def start(*args: Any, **kwargs: Any) -> Any:
         raise Started
 
     def pretend(resources: dict[str, float]) -> None:
-        monkeypatch.setattr(ray, "cluster_resources", lambda: resources)
+        monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": resources}])
 
     monkeypatch.setattr(generate, "connect", lambda config: None)
-    monkeypatch.setattr(ray.data, "from_items", start)
+    monkeypatch.setattr(generate, "start_board", start)
     return pretend
 
 

@@ -49,7 +49,8 @@ EIGHT = Hardware(1, 8, "H200", 141, 64, 2000, None, "test")
 
 
 def a_config(**generate: object) -> Config:
-    return parse_config({"sources": [{"name": "s", "path": "x.jsonl"}], "generate": generate}, "test")
+    one = {"replicas": 1, "tensor_parallel": 1, **generate}
+    return parse_config({"sources": [{"name": "s", "path": "x.jsonl"}], "generate": one}, "test")
 
 
 def a_plan(config: Config, stats: TokenStats, shape: Shape, hardware: Hardware, **rates: float) -> Plan:
@@ -197,7 +198,8 @@ def test_time_scales_with_engines_workers_and_epochs() -> None:
     one = a_plan(a_config(), stats, KIMI, EIGHT, engine_start_s=1, train_start_s=1)
     config = parse_config(
         {
-            "sources": [{"path": "x.jsonl"}], "generate": {"replicas": 8}, "train": {"workers": 4, "epochs": 6},
+            "sources": [{"path": "x.jsonl"}], "generate": {"replicas": 8, "tensor_parallel": 1},
+            "train": {"workers": 4, "epochs": 6},
         }, "test",
     )  # fmt: skip
     eight = a_plan(config, stats, KIMI, EIGHT, engine_start_s=1, train_start_s=1)
@@ -219,7 +221,7 @@ def test_time_scales_with_engines_workers_and_epochs() -> None:
     ],
 )
 def test_what_does_not_fit_names_the_number(change: dict[str, float], words: str) -> None:
-    config = parse_config({"sources": [{"path": "x"}], "generate": {"replicas": 4}}, "test")
+    config = a_config(replicas=4)
     stats = one_source([(100, 400)], rows=100_000)
     shape = replace(KIMI, target_bytes=100 * GIB)
     a_plan(config, stats, shape, EIGHT).require_fit()
@@ -309,6 +311,33 @@ def test_plan_of_a_source_samples_it_and_prints_one_screen(run: Config) -> None:
     for words in ("4,000 rows", "USD at 2.5", "GPU-hours", "2 node(s) with 8 H100", "rough:", "verdict", "fits"):
         assert words in text
     assert json.loads((Path(run.run_dir) / "plan.json").read_text())["rows"] == 4000
+
+
+def test_a_price_without_gpus_is_said_to_be_of_no_use(run: Config) -> None:
+    for gpus, words in ((0, "price        --price 2.5 is of a GPU-hour and this run holds no GPU"), (8, "USD at 2.5")):
+        plan = plan_run(run, described=Described(nodes=1, gpus_per_node=gpus), price=2.5)
+        text = "\n".join(lines_of(plan, run))
+        assert words in text and ("--price" in text) == (gpus == 0) and ("USD" in text) == (gpus > 0)
+
+
+def test_repeats_are_counted_apart_and_no_rows_to_keep(run: Config, tmp_path: Path) -> None:
+    rows = [*prompts(40), *prompts(25), *prompts(25), {"messages": []}]
+    recorded = [{"prompt": p["prompt"], "response": "x"} for p in prompts(10)]  # of prompts that were there before
+    write_rows(tmp_path / "rows.jsonl", [*rows, *recorded])
+    second = {"name": "second", "path": str(write_rows(tmp_path / "second.jsonl", prompts(45)))}
+    config = tiny_config(
+        Path(run.target.model), tmp_path / "run", tmp_path,
+        sources=[{"name": "rows", "path": str(tmp_path / "rows.jsonl")}, second],
+    )  # fmt: skip
+    plan = plan_run(config)
+    assert [s["rows"] for s in plan.sources] == [40, 5]
+    assert "rows: 60 of 101 rows (59.4%) repeat another conversation and are not counted" in " ".join(plan.assumptions)
+    assert "second: 40 of 45 rows (88.9%) repeat" in " ".join(plan.assumptions)
+    drawn = config.model_copy(
+        update={"sources": [config.sources[0].model_copy(update={"share": 0.5}), config.sources[1]]}
+    )
+    assert [s["rows"] for s in plan_run(drawn).sources] == [20, 45]  # what was not drawn is no repeat later
+    assert plan_run(config, ["rows=292"]).rows == 90
 
 
 def test_reading_the_sources_counts_rows_and_turns(run: Config, tmp_path: Path) -> None:

@@ -142,6 +142,22 @@ def test_the_effective_system_prompt(tiny: Path, tmp_path: Path) -> None:
     assert system(own, system_prompt="Be brief.") == 'of the row: "Be long."'
 
 
+def test_a_template_that_ignores_what_is_said_is_told_of(tiny: Path, tmp_path: Path) -> None:
+    def shown(text: str, row: Any) -> str:
+        template = tmp_path / "t.jinja"
+        template.write_text(text)
+        config = config_of(tiny, tmp_path, [row])
+        config = config.model_copy(update={"target": config.target.model_copy(update={"chat_template": str(template)})})
+        return text_of(preview(config, 1), config)
+
+    own = {"messages": [{"role": "system", "content": "Be long."}, *TWO_TURNS["messages"]]}
+    words = "note: WARNING: the target's chat template renders the same text whatever the messages say"
+    assert words in shown("Answer me.", TWO_TURNS)
+    without = templates.PLAIN.replace("in messages %}", "in messages if m['role'] != 'system' %}")
+    assert "the template leaves out what system messages say" in shown(without, own)
+    assert "WARNING" not in shown(without, TWO_TURNS) + shown(templates.PLAIN, own)
+
+
 def test_private_text_is_not_shown(tiny: Path, tmp_path: Path) -> None:
     row = {
         "messages": [

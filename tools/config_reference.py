@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -21,6 +21,8 @@ def type_name(annotation: Any) -> str:
     """The type as a person would write it."""
     if getattr(annotation, "__origin__", None) is not None and str(annotation).startswith("typing.Literal"):
         return " \\| ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) is Union:
+        return " \\| ".join(type_name(a) for a in get_args(annotation))
     text = getattr(annotation, "__name__", None) if isinstance(annotation, type) else str(annotation)
     return str(text).replace("typing.", "").replace("|", "\\|").replace("NoneType", "None").replace("None", "null")
 
@@ -29,6 +31,9 @@ def table(model: type[BaseModel], prefix: str) -> list[str]:
     lines = ["| key | type | default | what |", "| --- | --- | --- | --- |"]
     for name, field in model.model_fields.items():
         annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            lines += table(annotation, f"{prefix}{name}.")[2:]
+            continue
         default = field.get_default(call_default_factory=True)
         shown = "required" if default is PydanticUndefined else "null" if default is None else str(default)
         lines.append(f"| `{prefix}{name}` | {type_name(annotation)} | {shown} | {field.description or ''} |")

@@ -27,6 +27,22 @@ class EngineSpec:
     cpu_threads: int | None = None  # CPU only: compute threads; None: every core the process may use
     gpu_memory_utilization: float = 0.9
     engine_args: dict[str, Any] = field(default_factory=dict)  # passed through to vLLM
+    endpoints: EndpointSpec | None = None  # servers that make the answers; the engine then only captures
+
+
+@dataclass(frozen=True)
+class EndpointSpec:
+    """Servers of the target, and how they are asked. The key comes from the environment, never from here."""
+
+    urls: tuple[str, ...]  # base URLs that end in /v1
+    model: str | None = None  # name the servers know the target by; None: the only one they list
+    api: str = "completions"  # completions | chat
+    concurrency: int = 64  # most requests at once per server
+    timeout_s: float = 600.0  # seconds one request may take
+    patience_s: float = 600.0  # seconds without an answer from any server before the engine gives up
+    prefill_timeout_s: float = 1800.0  # seconds the capture of one answer may take
+    chat_template: str | None = None  # file that replaces the tokenizer's template
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,8 @@ class Request:
     max_new_tokens: int
     sampling: dict[str, Any] = field(default_factory=dict)  # vLLM SamplingParams names
     answer_ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None  # what prompt_ids was rendered from; for servers asked by chat alone
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # of that render, `tools` among them
 
 
 @dataclass(frozen=True)

@@ -5,27 +5,37 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from app.answers import Answer, calls_in, history_message, read_answer, recorded_calls
+from app.budget import STOP
 from app.conversations import turns_to_answer
+from app.engine import warden
 from app.engine.base import Completion, Engine, EngineError, EngineSpec, Request
+from app.engine.crash_search import AttemptRecord, Gate
 from app.engine.factory import start_engine
+from app.engine.patience import persistently
+from app.engine.progress import RowCounter, UnderWay
 from app.engine.row_checks import check_states
+from app.engine.spot_check import sample_to_check, states_differ
 from app.errors import RowError, UserError
 from app.masks import check_prompt_length
 from app.parts import PartEntry, read_ingest_part, write_part
+from app.record import engine_version
 from app.storage import Store
 from app.target import Renderer, TargetInfo, load_tokenizer
 
-ATTEMPTS = "generate/attempts"
+Samples = list[tuple[dict[str, Any], Tensor]]  # SAMPLE_SCHEMA row, states [T-1, 4, H]
+Answered = tuple[Samples, RowError | None]  # of one conversation
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,11 @@ class WorkerConfig:
     max_bad_rows: int
     row_timeout_s: float
     max_attempts: int
+    spot_check: bool = True
+    codec: str = "bf16"  # of the stored states
+    compression: str = "none"
+    record: dict[str, Any] = field(default_factory=dict)  # app/record.py
+    board: Any = None  # handle of the actor that hears of rows under way (app/engine/progress.py)
 
 
 class PartWorker:
@@ -56,15 +71,19 @@ class PartWorker:
         self._store = Store(config.run_url, config.options)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
+        self._rows = RowCounter(self._reporter())
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
         """Make the parts named by `part` and `key`; several calls may run at once, each in a thread of its own.
 
         What a person can mend comes back as `{"fault": ...}`: Ray would wrap an exception in its own words.
         """
-        outcomes = []
+        outcomes: list[dict[str, Any]] = []
         for part, key in zip(batch["part"], batch["key"], strict=True):
             try:
+                if self._store.exists(STOP):
+                    outcomes.append({"not_begun": int(part)})
+                    continue
                 outcomes.append(asdict(self._make(int(part), str(key))))
             except UserError as error:
                 outcomes.append({"fault": str(error)})
@@ -75,37 +94,44 @@ class PartWorker:
         return {"outcome": [json.dumps(o) for o in outcomes]}
 
     def _make(self, part: int, key: str) -> PartEntry:
-        self._count_attempt(part)
+        url = self._store.url
+        rows = persistently(lambda: read_ingest_part(self._store, part), url)
+        ids = [row["id"] for row in rows]
+        record = persistently(lambda: AttemptRecord(self._store, part, ids, self._config.max_attempts), url)
         with self._lock:
             if self._engine is None:
+                record.starts_engine()
                 self._start()
-        entry = asyncio.run_coroutine_threadsafe(self._make_part(part, key), self._loop).result()
-        self._store.delete(f"{ATTEMPTS}/{part}.json")
+                record.engine_started()
+        try:
+            entry = asyncio.run_coroutine_threadsafe(self._make_part(part, key, rows, record), self._loop).result()
+        finally:
+            self._rows.settled(part)
+        persistently(record.forget, url)
         return entry
 
-    def _count_attempt(self, part: int) -> None:
-        """A part that ends the process each time it is tried must not be tried for ever."""
-        path = f"{ATTEMPTS}/{part}.json"
-        tried = (self._store.read_json(path) or {"tried": 0})["tried"]
-        if tried >= self._config.max_attempts:
-            raise UserError(
-                f"generate: the engine's process ended {tried} times while making part {part}; look at the workers'"
-                " logs (ray logs, or the dashboard) for its last words: out of memory is the usual one"
-            )
-        self._store.write_json(path, {"tried": tried + 1})
+    def _reporter(self) -> Callable[[UnderWay], None] | None:
+        board = self._config.board
+        name = f"{socket.gethostname()}:{os.getpid()}:{id(self)}"
+        return None if board is None else lambda what: board.report.remote(name, what)
 
     def _start(self) -> None:
         config = self._config
+        warden.sweep()
+        warden.guard()
         self._target = TargetInfo.from_json(config.target)
         self._tokenizer = load_tokenizer(self._target.model, config.spec.trust_remote_code, config.chat_template)
         self._loop = asyncio.new_event_loop()
+        self._gate = Gate()
         threading.Thread(target=self._loop.run_forever, name="draftmill-parts", daemon=True).start()
         self._engine = start_engine(config.engine, config.spec)
 
-    async def _make_part(self, part: int, key: str) -> PartEntry:
+    async def _make_part(self, part: int, key: str, rows: list[dict[str, Any]], record: AttemptRecord) -> PartEntry:
         started = time.monotonic()
-        rows = read_ingest_part(self._store, part)
-        results = await asyncio.gather(*(self._answer(row) for row in rows))
+        async with self._gate.enter(alone=record.now.searching):
+            results = await self._answer_groups(part, rows, record)
+            if self._config.spot_check:
+                await self._spot_check(part, key, results)
         kept_rows: list[dict[str, Any]] = []
         states: list[Tensor] = []
         rejects: list[dict[str, str]] = []
@@ -150,22 +176,66 @@ class PartWorker:
             "dtype": self._config.spec.dtype,
             "hidden_size": self._target.hidden_size,
             "seconds": round(time.monotonic() - started, 3),
+            "codec": self._config.codec,
+            "compression": self._config.compression,
+            "record": {**self._config.record, "engine": engine_version(self._config.engine)},
         }
         if conversations + sum(1 for r in rejects) != len(rows):
             raise RuntimeError(f"part {part}: {len(rows)} rows in, {conversations} kept, {len(rejects)} rejected")
-        return await asyncio.to_thread(write_part, self._store, entry, kept_rows, states)
+        return await asyncio.to_thread(
+            persistently, lambda: write_part(self._store, entry, kept_rows, states), self._store.url
+        )
 
-    async def _answer(self, row: dict[str, Any]) -> tuple[list[tuple[dict[str, Any], Tensor]], RowError | None]:
+    async def _answer_groups(self, part: int, rows: list[dict[str, Any]], record: AttemptRecord) -> list[Answered]:
+        """What became of each row. All run at once, unless rows of this part have ended a process."""
+        by_id = {row["id"]: row for row in rows}
+        crash = RowError("engine_crash", "the engine's process ended while this row alone was under way")
+        found: dict[str, Answered] = {row: ([], crash) for row in record.now.blamed}
+        for group in list(record.now.groups):
+            await asyncio.to_thread(persistently, lambda group=group: record.begin(group), self._store.url)
+            answers = await asyncio.gather(*(self._answer(part, by_id[row]) for row in group))
+            found |= zip(group, answers, strict=True)
+            record.passed(group)
+        return [found[row["id"]] for row in rows]
+
+    async def _answer(self, part: int, row: dict[str, Any]) -> Answered:
         """Samples of one conversation. A fault in a later turn keeps the turns before it."""
-        samples: list[tuple[dict[str, Any], Tensor]] = []
+        samples: Samples = []
+        fault: RowError | None = None
+        self._rows.started(row["id"])
         try:
             turns = self._as_is(row, samples) if row["use"] == "as_is" else self._regenerate(row, samples)
             await turns
         except RowError as error:
-            return samples, error
-        return samples, None
+            fault = error
+        self._rows.finished(part, row["id"], sum(len(sample["answer_ids"]) for sample, _ in samples))
+        return samples, fault
 
-    async def _regenerate(self, row: dict[str, Any], samples: list[tuple[dict[str, Any], Tensor]]) -> None:
+    async def _spot_check(self, part: int, key: str, results: list[Answered]) -> None:
+        """Compute one sample of the part again by itself; where that cannot be done its row is rejected.
+
+        Raises:
+            UserError: its states are not those that were captured.
+        """
+        owners = [(row, *made) for row, (samples, _) in enumerate(results) for made in samples]
+        if not owners:
+            return
+        row, sample, captured = owners[sample_to_check([sample for _, sample, _ in owners], key)]
+        request = Request(f"{sample['sample_id']}-check", sample["prompt_ids"], 1, {}, sample["answer_ids"])
+        try:
+            alone = await self._complete(request)
+        except RowError as error:
+            results[row] = ([], RowError("not_checked", f"its states could not be computed again: {error.detail}"))
+            return
+        layers = (*self._config.spec.aux_layer_ids, self._config.spec.num_layers)
+        fault = states_differ(captured, alone.states, len(sample["prompt_ids"]), layers)
+        if fault is not None:
+            raise UserError(
+                f"part {part}: the states captured for {sample['sample_id']} are not those that its tokens give alone"
+                f" ({fault}); nothing of this part is kept. Try capture.mode=extract, or another version of the engine"
+            )
+
+    async def _regenerate(self, row: dict[str, Any], samples: Samples) -> None:
         kwargs = {**self._config.template_kwargs, **json.loads(row["template_kwargs"])}
         renderer = Renderer(self._tokenizer, kwargs)
         sampling = {**self._config.sampling, **json.loads(row["sampling"])}
@@ -180,7 +250,8 @@ class PartWorker:
                 prompt = await asyncio.to_thread(renderer.render, history, True)
                 check_prompt_length(prompt, self._config.spec.max_model_len)
             room = self._config.spec.max_model_len - len(prompt)
-            request = Request(f"{row['id']}-{turn}", prompt, min(limit, room), _sampling_of(sampling, row["id"], turn))
+            values = _sampling_of(sampling, row["id"], turn)
+            request = Request(f"{row['id']}-{turn}", prompt, min(limit, room), values, None, history, kwargs)
             done = await self._complete(request)
             if not done.answer_ids or len(done.answer_ids) < 2:
                 raise RowError("empty_answer", f"turn {turn}: the target answered {len(done.answer_ids)} token(s)")
@@ -217,7 +288,7 @@ class PartWorker:
             raise RowError("empty_answer", f"turn {turn}: the answer holds no text")
         return answer
 
-    async def _as_is(self, row: dict[str, Any], samples: list[tuple[dict[str, Any], Tensor]]) -> None:
+    async def _as_is(self, row: dict[str, Any], samples: Samples) -> None:
         kwargs = {**self._config.template_kwargs, **json.loads(row["template_kwargs"])}
         messages = json.loads(row["messages"])
         for number, r in enumerate(row["requests"]):

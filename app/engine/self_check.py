@@ -51,6 +51,11 @@ def check_prompts(usable_ids: int, max_model_len: int) -> list[list[int]]:
     ]
 
 
+def embedded_ids(embed_tokens: Tensor, limit: int) -> list[int]:
+    """Ids below `limit` whose row of `embed_tokens` [V, H] is not zero: a gated layer may leave a padding row zero."""
+    return [int(i) for i in embed_tokens[:limit].any(-1).nonzero()[:, 0]]
+
+
 def embedding_fault(probes: list[Probe], embed_tokens: Tensor) -> str | None:
     """How s_0 differs from the rows of `embed_tokens` [V, H], or None.
 
@@ -118,9 +123,9 @@ def run_self_check(engine: VllmEngine) -> None:
     spec = engine.spec
     info = inspect_target(spec.model, trust_remote_code=spec.trust_remote_code)
     head = load_target_head(info)
-    usable = min(info.tokenizer_len, engine.vocab_size, head.embed_tokens.shape[0])
+    ids = embedded_ids(head.embed_tokens, min(info.tokenizer_len, engine.vocab_size))
     try:
-        probes = _answer(engine, check_prompts(usable, spec.max_model_len))
+        probes = _answer(engine, [[ids[i] for i in p] for p in check_prompts(len(ids), spec.max_model_len)])
         fault = find_fault(probes, head, (*spec.aux_layer_ids, spec.num_layers))
     except (EngineError, RowError) as error:
         fault = str(error)

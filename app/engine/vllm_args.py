@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from app.engine.base import EngineSpec, Request
 from app.errors import RowError, UserError
 
 # Engine arguments that follow from the specification; others in engine_args would break capture.
-OWNED_ARGS = frozenset(
-    {
-        "model",
-        "dtype",
-        "max_model_len",
-        "max_num_seqs",
-        "tensor_parallel_size",
-        "pipeline_parallel_size",  # the auxiliary states would be spread over the ranks
-        "data_parallel_size",
-        "enable_prefix_caching",
-        "worker_cls",
-        "worker_extension_cls",
-        "additional_config",
-        "speculative_config",
-        "kv_transfer_config",
-    }
-)
+OWNED_ARGS = {
+    "model": "set target.model",
+    "tokenizer": "it is the target's own",
+    "revision": "set target.revision",
+    "trust_remote_code": "set target.trust_remote_code",
+    "dtype": "set target.dtype",
+    "max_model_len": "set generate.max_length",
+    "max_num_seqs": "set generate.max_num_seqs",
+    "seed": "set generate.seed",
+    "enforce_eager": "set generate.enforce_eager",
+    "gpu_memory_utilization": "set generate.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "set generate.kv_cache_gib on CPUs, generate.gpu_memory_utilization on GPUs",
+    "tensor_parallel_size": "set generate.tensor_parallel",
+    "pipeline_parallel_size": "the captured states would be spread over the ranks; set generate.tensor_parallel",
+    "data_parallel_size": "set generate.replicas",
+    "enable_prefix_caching": "it stays off, since a cached prefix has no states to capture",
+    "worker_cls": "it is the capture's own",
+    "worker_extension_cls": "it is the capture's own",
+    "additional_config": "it is the capture's own",
+    "speculative_config": "the target answers alone; set capture.mode",
+    "kv_transfer_config": "it is the capture's own; set capture.mode",
+}
 _CPU_KV_CACHE_GIB = 2.0
 
 
@@ -34,11 +40,14 @@ def check_engine_args(spec: EngineSpec) -> None:
     Raises:
         UserError: names them.
     """
-    owned = sorted(OWNED_ARGS & set(spec.engine_args))
+    refuse_owned_args(spec.engine_args, "generate.engine_args")
+
+
+def refuse_owned_args(args: Mapping[str, Any], where: str) -> None:
+    """Raises UserError where `args`, given as option `where`, holds arguments of ours: what to set instead."""
+    owned = [f"{name} ({OWNED_ARGS[name]})" for name in sorted(args) if name in OWNED_ARGS]
     if owned:
-        raise UserError(
-            f"generate.engine_args may not hold {', '.join(owned)}: draftmill sets this from its own options"
-        )
+        raise UserError(f"{where} may not hold {', '.join(owned)}: draftmill sets this from its own options")
 
 
 def engine_args(spec: EngineSpec, on_cpu: bool) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from app.engine.base import Completion, EngineError, EngineSpec, Request
 from app.engine.capture_store import MissingStates, WorkerStores
 from app.engine.vllm_args import check_engine_args, engine_args, first_line, vllm_request
+from app.engine.warden import STATES_FOLDER, owner_tag
 from app.errors import RowError, UserError
 
 _IDLE_S = 0.5  # how long the idle engine waits for the inbox at a time
@@ -198,7 +199,7 @@ class VllmEngine:
         if args["distributed_executor_backend"] == "uni":
             self._stores = self._rpc("capture_stores")
         else:
-            self._exports = tempfile.TemporaryDirectory(prefix="draftmill-states-", dir=_export_root())
+            self._exports = tempfile.TemporaryDirectory(prefix=f"{STATES_FOLDER}{owner_tag()}-", dir=_export_root())
 
     def _rpc(self, method: str, *args: Any) -> Any:
         """Run a method of the first worker."""
@@ -342,6 +343,8 @@ def _queue_sockets(engine: Any) -> list[Any]:
     import zmq
 
     executor = engine.engine_core.engine_core.model_executor
+    if not hasattr(executor, "rpc_broadcast_mq"):
+        return []  # Ray's, which has other ways to its workers
     queues = [executor.rpc_broadcast_mq, *executor.response_mqs]
     queues += [q for w in executor.workers for q in (w.worker_response_mq, *w.peer_worker_response_mqs)]
     holders = [h for q in queues if q is not None for h in (q, getattr(q, "_spin_condition", None)) if h is not None]

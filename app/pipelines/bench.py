@@ -20,6 +20,7 @@ from app.cluster import cause_of, connect, gpu_count, log_in_worker
 from app.errors import UserError
 from app.pipeline import StageContext, StageResult
 from app.samples import SampleReader, load_split
+from app.sizing import serving_gpus
 from app.target import load_tokenizer
 
 log = logging.getLogger("draftmill")
@@ -94,7 +95,7 @@ def run(ctx: StageContext) -> StageResult:
         "concurrency": config.bench.concurrency,
         "repeats": config.bench.repeats,
         "on_gpu": on_gpu,
-        "tensor_parallel": config.generate.tensor_parallel,
+        "tensor_parallel": serving_gpus(ctx.target, config),
         "kv_cache_gib": config.generate.kv_cache_gib,
         "trust_remote_code": config.target.trust_remote_code,
         "enforce_eager": config.generate.enforce_eager or not on_gpu,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from app.captured import load_entries
+from app.captured import load_entries, require_states
 from app.checkpoint import read_checkpoint
 from app.errors import UserError
 from app.pipeline import StageContext, StageResult
@@ -28,6 +28,7 @@ def run(ctx: StageContext) -> StageResult:
     config = ctx.config
     entries = load_entries(ctx)
     split = load_split(ctx.run.store, entries, config)
+    require_states(ctx, "evaluate", entries, split)
     reader = SampleReader(ctx.run.store, entries, split, ("holdout",))
     if not len(reader):
         raise UserError("evaluate: no conversation is held out; set evaluate.holdout above 0")

@@ -8,27 +8,55 @@ from __future__ import annotations
 
 import json
 import logging
-import time
+import math
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+from app.budget import STOPPED_BY, Budget, stopped_words
 from app.captured import TARGET_TOKENIZER, TARGET_WEIGHTS, part_keys
-from app.cluster import connect, gpu_count
+from app.cluster import connect
 from app.config import Config
 from app.engine.base import EngineSpec
-from app.engine.part_worker import ATTEMPTS, PartWorker, WorkerConfig
+from app.engine.crash_search import ATTEMPTS
+from app.engine.factory import endpoint_spec
+from app.engine.model_class import check_model_class
+from app.engine.part_worker import PartWorker, WorkerConfig
+from app.engine.progress import Ticker, start_board
+from app.engine.vllm_args import refuse_owned_args
 from app.errors import UserError
 from app.parts import PARTS, PartEntry, committed_parts, remove_orphans
 from app.pipeline import StageContext, StageResult
+from app.plan.cost import shape_of
 from app.plan.estimate import check_fits
+from app.record import record_of
 from app.runfolder import digest_of
+from app.sizing import (
+    Engines,
+    check_engines,
+    choose,
+    inside,
+    need_of,
+    placed,
+    see_cluster,
+    wait_until_free,
+)
 
 log = logging.getLogger("draftmill")
 
 
+def check(ctx: StageContext) -> None:
+    """Raises UserError, before any stage begins, for a target that vLLM cannot capture and for engine arguments that
+    are draftmill's own."""
+    if ctx.config.generate.engine == "vllm":
+        check_model_class(ctx.target.architecture, ctx.config.generate.engine_args)
+        refuse_owned_args(ctx.config.generate.engine_args, "generate.engine_args")
+
+
 def run(ctx: StageContext) -> StageResult:
-    """Commit a part of samples for every part of ingest; committed parts are not touched.
+    """Commit a part of samples for every part of ingest, or for as many as the budget allows; committed parts are not
+    touched.
 
     Raises:
         UserError: too many rows failed, states failed their checks, or the engine cannot run this target.
@@ -56,22 +84,52 @@ def run(ctx: StageContext) -> StageResult:
             config.evaluate.holdout,
             rows,
         )
-    if todo:
+    budget = _budget(ctx, valid)
+    if todo and budget.reached is None:
         check_fits(ctx, todo)
-        _generate_parts(ctx, todo, keys, valid, rows)
+        _generate_parts(ctx, todo, keys, valid, rows, budget)
+    stopped = budget.record(len(valid), len(keys))
+    if todo and stopped is None:
         remove_orphans(store, valid)  # captures of other settings go only when these are whole
     entries = [valid[p] for p in sorted(valid)]
-    return _result(ctx, entries, rows)
+    if stopped is not None:
+        _check_usable(config, entries, stopped)
+    return _result(ctx, entries, rows, stopped)
+
+
+def _budget(ctx: StageContext, valid: dict[int, PartEntry]) -> Budget:
+    before = ctx.run.manifest("generate")
+    recorded = before.extra.get(STOPPED_BY) if before is not None and valid else None
+    return Budget.of(ctx.config.generate, sum(e.tokens["answer"] for e in valid.values()), recorded)
+
+
+def _check_usable(config: Config, entries: list[PartEntry], stopped: dict[str, Any]) -> None:
+    """Raises UserError where less was made than later stages can use: at least as many conversations must be left to
+    train on as are held out."""
+    kept, held = sum(e.conversations for e in entries), config.evaluate.holdout
+    words = stopped_words(stopped)
+    if kept < max(2 * held, 1):
+        raise UserError(
+            f"generate: {words}. Its {kept} conversations are too few to go on with: evaluate.holdout keeps {held} and"
+            " at least as many must be left to train on; raise the limit or lower evaluate.holdout"
+        )
+    log.warning("generate: PARTIAL: %s. What follows goes on with its %d conversations", words, kept)
 
 
 def unfinished(ctx: StageContext) -> str | None:
-    """Why the committed parts are not all there any more; None when they are."""
+    """Why the committed parts are not all there any more; None when they are, or when the budget ended them."""
     keys = part_keys(ctx)
     valid, bad = _committed(ctx, keys)
     if bad:
         part = min(bad)
         return f"{len(bad)} of {len(keys)} parts are to be made again (part {part}: {bad[part]})"
-    return f"{len(keys) - len(valid)} of {len(keys)} parts are missing" if len(valid) < len(keys) else None
+    recorded = ctx.input("generate")
+    if len(valid) == len(keys) == recorded.counts["parts"]:
+        return None
+    budget = _budget(ctx, valid)
+    if STOPPED_BY in recorded.extra and len(valid) == recorded.counts["parts"] and budget.reached is not None:
+        return None
+    return f"{len(keys) - len(valid)} of {len(keys)} parts are missing"
 
 
 def outside(ctx: StageContext) -> dict[str, str]:
@@ -87,104 +145,125 @@ def _committed(ctx: StageContext, keys: dict[int, str]) -> tuple[dict[int, PartE
     if ctx.config.generate.retry_failed:
         failed = [part for part, entry in valid.items() if entry.rejects or entry.cut_short]
         bad |= {part: f"{len(valid[part].rejects) + len(valid[part].cut_short)} of its rows failed" for part in failed}
+    if ctx.config.generate.recapture:
+        bad |= {part: "its states were cleaned" for part, entry in valid.items() if entry.cleaned}
+    if bad:
         valid = {part: entry for part, entry in valid.items() if part not in bad}
     return valid, bad
 
 
 def _generate_parts(
-    ctx: StageContext, todo: list[int], keys: dict[int, str], valid: dict[int, PartEntry], rows: int
+    ctx: StageContext, todo: list[int], keys: dict[int, str], valid: dict[int, PartEntry], rows: int, budget: Budget
 ) -> None:
     """Run the engine actors over `todo`; commits arrive in `valid` as they are made."""
-    import ray.data
-
     config, store = ctx.config, ctx.run.store
     store.delete(ATTEMPTS)
     connect(config.ray)
-    gpus = config.generate.tensor_parallel if gpu_count() else 0
-    replicas = min(config.generate.replicas, len(todo))
-    _check_resources(config, gpus, replicas)
+    engines, on_gpu = _engines(ctx, len(todo))
+    _quiet_ray_data()
+    items = [(p, keys[p]) for p in todo]
+    board = start_board()
+    worker = replace(_worker_config(ctx, on_gpu, engines), board=board)
+    reasons = _reasons(valid.values())
+    log.info("generate: %d parts to make on %d engine(s)", len(todo), engines.replicas)
+    made = sum(e.rows_in for e in valid.values())
+    progress = Ticker((len(valid), len(keys)), (made, rows), board)
+    with budget.watched(store), placed(engines) as groups, progress:
+        try:
+            dataset = _actors(items, worker, engines, on_gpu, config, groups)
+            for row in dataset.iter_batches(batch_size=1, prefetch_batches=0):
+                outcome = json.loads(row["outcome"][0])
+                if "fault" in outcome:
+                    raise UserError(outcome["fault"])
+                if "not_begun" in outcome:
+                    continue
+                entry = PartEntry(**outcome)
+                valid[entry.part] = entry
+                progress.add(entry)
+                if ctx.lease is not None:
+                    ctx.lease.check()
+                budget.spend(entry.tokens["answer"], store)
+                reasons.update(r["reason"] for r in entry.rejects)
+                _check_errors(reasons, rows, ctx)
+        finally:
+            store.delete(ATTEMPTS)
+    wait_until_free(engines, on_gpu)
+    missing = sorted(set(keys) - set(valid))
+    if missing and budget.reached is None:
+        raise UserError(f"generate: parts {missing[:5]} were lost by the engines; run the same command again")
+
+
+def _engines(ctx: StageContext, parts: int) -> tuple[Engines, bool]:
+    """The engines for `parts` parts, and whether they run on GPUs.
+
+    Raises:
+        UserError: the cluster cannot hold them.
+    """
+    config, cluster = ctx.config, see_cluster()
+    need = need_of(shape_of(ctx.target, config), config)
+    engines = choose(config, need, cluster, parts)
+    check_engines(config, engines, need, cluster)
+    log.info("generate: %s", engines.why)
+    return engines, cluster.total > 0
+
+
+def parts_in_flight(config: Config) -> int:
+    """Parts an engine works on at once: as many as fill its batch, and one that is being finished or begun."""
+    g = config.generate
+    if g.parts_in_flight != "auto":
+        return g.parts_in_flight
+    return max(2, math.ceil(g.max_num_seqs / config.storage.rows_per_part) + 1)
+
+
+def _quiet_ray_data() -> None:
+    import ray.data
+
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.issue_detectors_config.detectors = []  # they tell of memory an engine is meant to use
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    items = [{"part": p, "key": keys[p]} for p in todo]
-    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-        PartWorker,
-        fn_constructor_args=(_worker_config(ctx, gpus > 0),),
-        batch_size=1,
-        num_cpus=None if gpus else config.ray.engine_cpus,
-        num_gpus=gpus or None,
-        compute=ray.data.ActorPoolStrategy(
-            size=replicas,
-            max_tasks_in_flight_per_actor=config.generate.parts_in_flight,
-            max_concurrent_calls_per_actor=config.generate.parts_in_flight,
-        ),
-    )
-    started = time.monotonic()
-    tokens = 0
-    reasons = _reasons(valid.values())
-    log.info("generate: %d parts to make on %d engine(s)", len(todo), replicas)
-    try:
-        for row in dataset.iter_batches(batch_size=1, prefetch_batches=0):
-            outcome = json.loads(row["outcome"][0])
-            if "fault" in outcome:
-                raise UserError(outcome["fault"])
-            entry = PartEntry(**outcome)
-            valid[entry.part] = entry
-            tokens += entry.tokens["answer"]
-            _progress(len(valid), len(keys), len(todo), tokens, time.monotonic() - started)
-            if ctx.lease is not None:
-                ctx.lease.check()
-            reasons.update(r["reason"] for r in entry.rejects)
-            _check_errors(reasons, rows, ctx)
-    finally:
-        store.delete(ATTEMPTS)
-    missing = sorted(set(keys) - set(valid))
-    if missing:
-        raise UserError(f"generate: parts {missing[:5]} were lost by the engines; run the same command again")
 
 
-def _progress(done: int, of: int, todo: int, tokens: int, seconds: float) -> None:
-    made = done - (of - todo)
-    eta = seconds / made * (todo - made)
-    log.info(
-        "generate: %d/%d parts, %d answer tokens, %.0f tokens/s, %.0f s left",
-        done,
-        of,
-        tokens,
-        tokens / seconds,
-        eta,
+def _actors(
+    items: list[tuple[int, str]],
+    worker: WorkerConfig,
+    engines: Engines,
+    on_gpu: bool,
+    config: Config,
+    groups: list[Any],
+) -> Any:
+    """A dataset of the outcomes of `items`: one pool of engine actors, or an actor for each of the placement `groups`
+    with its share of the items."""
+    import ray.data
+
+    from app.engine.part_source import parts_dataset
+
+    flight = parts_in_flight(config)
+    resources: dict[str, Any] = (
+        {"num_gpus": engines.tensor_parallel} if on_gpu else {"num_cpus": config.ray.engine_cpus}
     )
 
-
-def _check_resources(config: Config, gpus: int, replicas: int) -> None:
-    import ray
-
-    resources = ray.cluster_resources()
-    if gpus > 1:
-        raise UserError(
-            f"generate.tensor_parallel is {gpus}: capture with one engine on several GPUs hangs in this version;"
-            " set it to 1 and use generate.replicas for more GPUs"
-        )
-    if gpus:
-        need, have = gpus * replicas, resources.get("GPU", 0)
-        if need > have:
-            raise UserError(
-                f"generate needs {replicas} x {gpus} = {need} GPUs and the cluster has {have:g};"
-                " lower generate.replicas or generate.tensor_parallel"
-            )
-        return
-    if config.generate.tensor_parallel > 1:
-        raise UserError("generate.tensor_parallel is above 1 and the cluster has no GPU; set it to 1")
-    need_cpus, have_cpus = config.ray.engine_cpus * replicas, resources.get("CPU", 0)
-    if need_cpus > have_cpus:
-        raise UserError(
-            f"generate needs {replicas} x {config.ray.engine_cpus:g} = {need_cpus:g} CPUs and the"
-            f" cluster has {have_cpus:g}; lower generate.replicas or ray.engine_cpus"
+    def pool(share: list[tuple[int, str]], size: int, resources: dict[str, Any]) -> Any:
+        return parts_dataset(share).map_batches(
+            PartWorker,
+            fn_constructor_args=(worker,),
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(
+                size=size,
+                max_tasks_in_flight_per_actor=flight,
+                max_concurrent_calls_per_actor=flight,
+                enable_true_multi_threading=True,  # without it Ray runs one call at a time whatever else is asked
+            ),
+            **resources,
         )
 
+    if not groups:
+        return pool(items, engines.replicas, resources)
+    first, *others = [pool(items[i :: len(groups)], 1, inside(group)) for i, group in enumerate(groups)]
+    return first.union(*others) if others else first
 
-def _worker_config(ctx: StageContext, on_gpu: bool) -> WorkerConfig:
+
+def _worker_config(ctx: StageContext, on_gpu: bool, engines: Engines) -> WorkerConfig:
     config, g = ctx.config, ctx.config.generate
     spec = EngineSpec(
         model=ctx.target.model,
@@ -194,13 +273,14 @@ def _worker_config(ctx: StageContext, on_gpu: bool) -> WorkerConfig:
         dtype=config.target.dtype,
         max_model_len=g.max_length,
         max_num_seqs=g.max_num_seqs,
-        tensor_parallel_size=g.tensor_parallel,
+        tensor_parallel_size=engines.tensor_parallel,
         enforce_eager=g.enforce_eager or not on_gpu,
         trust_remote_code=config.target.trust_remote_code,
         seed=g.seed,
         kv_cache_gib=None if on_gpu else g.kv_cache_gib,
         gpu_memory_utilization=g.gpu_memory_utilization,
-        engine_args=g.engine_args,
+        engine_args={**g.engine_args, **engines.engine_args},
+        endpoints=endpoint_spec(config),
     )
     return WorkerConfig(
         run_url=ctx.run.url,
@@ -215,8 +295,12 @@ def _worker_config(ctx: StageContext, on_gpu: bool) -> WorkerConfig:
         keep_thinking_only=g.thinking_only == "keep",
         sampling={"temperature": g.temperature, "top_p": g.top_p, "top_k": g.top_k, "seed": g.seed},
         max_bad_rows=config.capture.max_bad_rows_per_part,
-        row_timeout_s=g.row_timeout_s,
+        row_timeout_s=math.inf if g.endpoints else g.row_timeout_s,  # waiting for a server is no fault of a row
         max_attempts=g.max_attempts,
+        spot_check=config.capture.spot_check,
+        codec=config.capture.codec,
+        compression=config.capture.compression,
+        record=record_of(config, ctx.target, ctx.layers),
     )
 
 
@@ -260,7 +344,7 @@ def content_digest(entries: list[PartEntry]) -> str:
     return digest_of([[e.part, {k: f["sha256"] for k, f in e.files.items()}] for e in entries])
 
 
-def _result(ctx: StageContext, entries: list[PartEntry], rows: int) -> StageResult:
+def _result(ctx: StageContext, entries: list[PartEntry], rows: int, stopped: dict[str, Any] | None) -> StageResult:
     counts = counts_of(entries)
     _check_errors(_reasons(entries), rows, ctx)
     if counts["cut_short"]:
@@ -269,12 +353,12 @@ def _result(ctx: StageContext, entries: list[PartEntry], rows: int) -> StageResu
         )
     if counts["kept"] == 0:
         raise UserError("generate: no row could be answered; the reasons are in the part entries")
-    stopped, cut = (counts["finish_reasons"].get(k, 0) for k in ("stop", "length"))
-    if cut > 0.05 * (stopped + cut):
+    whole, cut = (counts["finish_reasons"].get(k, 0) for k in ("stop", "length"))
+    if cut > 0.05 * (whole + cut):
         log.warning(
             "generate: %.0f %% of the answers were stopped by length (generate.max_new_tokens %d); they are kept"
             " without an end token",
-            100 * cut / (stopped + cut),
+            100 * cut / (whole + cut),
             ctx.config.generate.max_new_tokens,
         )
     return StageResult(
@@ -282,5 +366,9 @@ def _result(ctx: StageContext, entries: list[PartEntry], rows: int) -> StageResu
         counts=counts,
         seeds={"generate": ctx.config.generate.seed},
         digest=content_digest(entries),
-        extra={"layers": list(ctx.layers), "target": ctx.target.to_json()},
+        extra={
+            "layers": list(ctx.layers),
+            "target": ctx.target.to_json(),
+            **({STOPPED_BY: stopped} if stopped is not None else {}),
+        },
     )

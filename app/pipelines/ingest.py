@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TextIO
 
 from app.config import Config, SourceConfig
-from app.errors import RowError, UserError
+from app.errors import UserError
 from app.forgotten import DETAIL, REASON, read_forgotten
+from app.ingest_report import SourceCount, Tally, report
 from app.parts import ingest_part_path, ingest_table, write_ingest_part
 from app.pipeline import StageContext, StageResult
 from app.privacy import BenchmarkPrompts, NearRepeats
 from app.redact import redact
 from app.rows import Outcome, RowPool, RowSettings
+from app.sources.benchmarks import benchmark_digests, benchmark_prompts
+from app.sources.locate import SourceError, source_digest
 from app.sources.logs import join_streams
-from app.sources.readers import SourceError, read_rows, source_digest
-from app.sources.shapes import to_raw
+from app.sources.readers import read_rows
 from app.storage import Store, explained
 from app.target import TargetInfo
+from app.template_probe import ignores_messages
 
 log = logging.getLogger("draftmill")
 REJECTS = "ingest/rejects.jsonl"
@@ -35,27 +38,12 @@ _LINE_EVERY_S = 15
 EXPECTED = ("duplicate", "near_duplicate", "benchmark_overlap", "not_a_request", "no_prompt", REASON)
 
 
-@dataclass
-class SourceCount:
-    """Rows of one source: rows_in = kept + rejected + not_drawn."""
+@dataclass(frozen=True)
+class _Draw:
+    """A row to be read again."""
 
-    asked: int | None = None  # conversations, by `count` or `share`
-    rows_in: int = 0
-    kept: int = 0
-    not_drawn: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)  # reason -> the first row rejected by it
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "asked": self.asked,
-            "rows_in": self.rows_in,
-            "kept": self.kept,
-            "not_drawn": self.not_drawn,
-            "rejected": dict(self.rejected),
-            "notes": {k: v for k, v in self.notes.items() if v},
-        }
+    id: str
+    reject: tuple[str, str] | None  # for a near repeat of another one that was drawn
 
 
 def run(ctx: StageContext) -> StageResult:
@@ -67,7 +55,7 @@ def run(ctx: StageContext) -> StageResult:
     config = ctx.config
     check_settings(config, ctx.target)
     skipped: dict[str, str] = {}
-    benchmarks = _benchmark_prompts(config)
+    benchmarks = benchmark_prompts(config.ingest.benchmark_sets, ctx.listing)
     with RowPool(RowSettings.of(config, ctx.target), config.ingest.workers or os.cpu_count() or 1) as pool:
         if config.capture.mask == "generation_tags" and not pool.local.renderer.has_generation_tags:
             raise UserError(
@@ -75,6 +63,8 @@ def run(ctx: StageContext) -> StageResult:
                 " every mask would be empty; use capture.mask=auto or give a template with tags in"
                 " target.chat_template"
             )
+        if (words := ignores_messages(pool.local.renderer)) is not None:
+            log.warning("ingest: the target's chat template %s", words)
         while True:
             try:
                 done = _Ingest(ctx, pool, benchmarks).run([s for s in config.sources if s.label not in skipped])
@@ -95,13 +85,12 @@ def outside(ctx: StageContext) -> dict[str, str]:
     digests: dict[str, str] = {}
     for source in ctx.config.sources:
         try:
-            digests[f"source {source.label}"] = source_digest(source)
+            digests[f"source {source.label}"] = source_digest(source, ctx.listing.files(source))
         except SourceError:
             if ctx.config.ingest.on_source_error == "stop":
                 raise
             digests[f"source {source.label}"] = "unreadable"
-    for path in ctx.config.ingest.benchmark_sets:
-        digests[f"benchmark set {path}"] = source_digest(_benchmark_source(path))
+    digests |= benchmark_digests(ctx.config.ingest.benchmark_sets, ctx.listing)
     return {**digests, "target tokenizer and template": ctx.target.tokenizer_digest}
 
 
@@ -128,16 +117,14 @@ class _Ingest:
 
     def __init__(self, ctx: StageContext, pool: RowPool, benchmarks: BenchmarkPrompts | None) -> None:
         self._config, self._store, self._url = ctx.config, ctx.run.store, ctx.run.url
-        self._target = ctx.target
+        self._listing = ctx.listing
         self._pool, self._benchmarks = pool, benchmarks
         self._near = NearRepeats(n) if (n := ctx.config.ingest.near_duplicates) is not None else None
         self._forgotten = frozenset(read_forgotten(self._store).ids)
         self._seen: set[bytes] = set()
-        self._counts: dict[str, SourceCount] = {}
-        self._methods: Counter[str] = Counter()
+        self._tally = Tally()
         self._mixable: dict[str, Counter[str]] = {}
-        self._overlap: list[dict[str, str]] = []
-        self._supervised = self._total = self._rows = 0
+        self._rows = 0
         self._last_line = time.monotonic()
 
     def run(self, sources: list[SourceConfig]) -> _Ingest:
@@ -151,19 +138,19 @@ class _Ingest:
         finally:  # also of an ingest that stops: they say why
             self._store.put(path, REJECTS)
         self._outputs = [*self._writer.close(), REJECTS]
-        if not any(c.kept for c in self._counts.values()):
+        if not any(c.kept for c in self._tally.sources.values()):
             raise UserError(
-                f"no row of {', '.join(self._counts)} can be used; the reasons are in {self._url}/{REJECTS}"
+                f"no row of {', '.join(self._tally.sources)} can be used; the reasons are in {self._url}/{REJECTS}"
             )
         self._check_mix()
         if self._benchmarks is not None:
-            self._store.write_json(OVERLAP, {"prompts": len(self._benchmarks), "rows": self._overlap})
+            self._store.write_json(OVERLAP, {"prompts": len(self._benchmarks), "rows": self._tally.overlap})
             self._outputs.append(OVERLAP)
         return self
 
     def result(self, skipped: dict[str, str]) -> StageResult:
-        self._report()
-        counts = self._counts.values()
+        report(self._config, self._pool.local.renderer, self._tally, f"{self._url}/{OVERLAP}")
+        counts = self._tally.sources.values()
         return StageResult(
             outputs=self._outputs,
             counts={
@@ -171,10 +158,10 @@ class _Ingest:
                 "kept": sum(c.kept for c in counts),
                 "not_drawn": sum(c.not_drawn for c in counts),
                 "rejected": dict(sum((c.rejected for c in counts), Counter())),
-                "sources": {name: c.to_json() for name, c in self._counts.items()},
+                "sources": {name: c.to_json() for name, c in self._tally.sources.items()},
                 "skipped_sources": skipped,
-                "overlap": len(self._overlap),
-                "mask_methods": dict(self._methods),
+                "overlap": len(self._tally.overlap),
+                "mask_methods": dict(self._tally.methods),
                 "parts": self._writer.parts,
                 "rows_per_part": self._config.storage.rows_per_part,
             },
@@ -182,61 +169,110 @@ class _Ingest:
         )
 
     def _source(self, source: SourceConfig, rejects: TextIO) -> None:
-        count = self._counts.setdefault(source.label, SourceCount())
-        drawn = self._draw(source, count)
-        for number, outcome in enumerate(self._pool.outcomes(source, join_streams(read_rows(source)))):
-            count.rows_in += 1
-            self._rows += 1
-            if drawn is not None and outcome.reject is None and number not in drawn:
-                if outcome.id is not None and _key(outcome.id) in self._seen:
-                    outcome.reject = ("duplicate", f"the same conversation as {outcome.id}")
-                else:
-                    count.not_drawn += 1
-                    continue
-            reject = outcome.reject or self._refused(outcome)
-            if outcome.id in self._forgotten:
-                if reject is None:  # its place stays, so that no other part changes
-                    self._seen.add(_key(outcome.id))
-                    self._writer.skip()
-                outcome.id, reject = None, (REASON, DETAIL)
-            if reject is not None:
-                self._reject(source, count, outcome, reject, rejects)
-            else:
-                self._keep(count, outcome)
-            self._progress()
+        """Take a source in: all of it in one reading, a draw in two."""
+        count = self._tally.sources.setdefault(source.label, SourceCount())
+        if source.count is None and source.share is None:
+            for outcome in self._outcomes(source, count):
+                reject = self._unusable(outcome)
+                if reject is None and self._near is not None:
+                    reject = self._near_repeat(str(outcome.id), self._near.sketch(_messages(outcome)))
+                self._take(source, count, outcome, reject, rejects)
+        else:
+            drawn = sorted(self._draw(source, count, rejects).items())
+            numbers = {number for number, _ in drawn}
+            rows = (row for number, row in enumerate(self._rows_of(source)) if number in numbers)
+            for (_, draw), outcome in zip_longest(drawn, self._pool.outcomes(source, rows)):
+                if outcome is None or outcome.id != draw.id:
+                    raise SourceError(
+                        source.label, "it changed between two readings; run again when nothing writes to it"
+                    )
+                self._take(source, count, outcome, draw.reject, rejects)
         self._check_source(source, count)
 
-    def _draw(self, source: SourceConfig, count: SourceCount) -> set[int] | None:
-        """Numbers of the rows that `count` or `share` draws: the lowest hashes of seed and id; None: all."""
-        if source.count is None and source.share is None:
-            return None
-        ranks: dict[bytes, tuple[int, int]] = {}
-        for number, outcome in enumerate(self._pool.outcomes(source, join_streams(read_rows(source)), False)):
-            if outcome.id is None or _key(outcome.id) in self._seen or _key(outcome.id) in ranks:
+    def _rows_of(self, source: SourceConfig) -> Iterator[tuple[str, Any]]:
+        return join_streams(read_rows(source, self._listing.files(source)))
+
+    def _outcomes(self, source: SourceConfig, count: SourceCount) -> Iterator[Outcome]:
+        """The outcome of every row, counted."""
+        for outcome in self._pool.outcomes(source, self._rows_of(source)):
+            count.rows_in += 1
+            self._rows += 1
+            self._progress()
+            yield outcome
+
+    def _draw(self, source: SourceConfig, count: SourceCount, rejects: TextIO) -> dict[int, _Draw]:
+        """The rows that `count` or `share` draws, by their number: of the usable ones those with the lowest hashes of
+        seed and id, and the near repeats met on the way. What cannot be used is rejected here.
+
+        Holds ids and hashes of the usable rows alone.
+        """
+        found: dict[bytes, tuple[int, int]] = {}  # id -> rank, number
+        sketches: dict[int, Any] = {}
+        for number, outcome in enumerate(self._outcomes(source, count)):
+            reject = self._unusable(outcome, found)
+            if reject is not None:
+                self._take(source, count, outcome, reject, rejects)
                 continue
             rank = hashlib.sha256(f"{source.seed}:{outcome.id}".encode()).digest()[:8]
-            ranks[_key(outcome.id)] = (int.from_bytes(rank), number)
-        count.asked = source.count if source.count is not None else round((source.share or 0) * len(ranks))
-        if count.asked > len(ranks):
-            log.warning("ingest: %s: %d asked and only %d found", source.label, count.asked, len(ranks))
-        return {number for _, number in heapq.nsmallest(count.asked, ranks.values())}
+            found[_key(str(outcome.id))] = (int.from_bytes(rank), number)
+            if self._near is not None:
+                sketches[number] = self._near.sketch(_messages(outcome))
+        asked = source.count if source.count is not None else round((source.share or 0) * len(found))
+        drawn: dict[int, _Draw] = {}
+        left = asked
+        for key, (_, number) in sorted(found.items(), key=lambda item: item[1]):
+            if not left:
+                break
+            reject = self._near_repeat(key.hex(), sketches[number]) if sketches else None
+            drawn[number] = _Draw(key.hex(), reject)
+            left -= reject is None
+        if left:
+            log.warning("ingest: %s: %d asked and only %d found", source.label, asked, asked - left)
+        count.asked, count.not_drawn = asked, len(found) - len(drawn)
+        return drawn
 
-    def _refused(self, outcome: Outcome) -> tuple[str, str] | None:
-        """Why a usable row is not kept all the same."""
-        assert outcome.id is not None and outcome.row is not None
-        if _key(outcome.id) in self._seen:
+    def _unusable(self, outcome: Outcome, found: Container[bytes] = ()) -> tuple[str, str] | None:
+        """Why a row cannot be used; `found` are ids this source gave before, beside those that are kept."""
+        if outcome.reject is not None:
+            return outcome.reject
+        key = _key(str(outcome.id))
+        if key in self._seen or key in found:
             return "duplicate", f"the same conversation as {outcome.id}"
-        looked_at = self._benchmarks is not None or self._near is not None
-        messages = json.loads(outcome.row["messages"]) if looked_at else []
-        overlaps = self._benchmarks is not None and self._benchmarks.holds(messages)
-        if overlaps and self._config.ingest.drop_overlap:
+        if self._config.ingest.drop_overlap and self._overlaps(outcome):
             return "benchmark_overlap", "holds a prompt of ingest.benchmark_sets"
-        if self._near is not None and (earlier := self._near.earlier(outcome.id, messages)) is not None:
-            named = "a forgotten conversation" if earlier in self._forgotten else earlier
-            return "near_duplicate", f"nearly the same prompts as {named}"
-        if overlaps and outcome.id not in self._forgotten:
-            self._overlap.append({"id": outcome.id, "where": outcome.where})
         return None
+
+    def _overlaps(self, outcome: Outcome) -> bool:
+        return self._benchmarks is not None and self._benchmarks.holds(_messages(outcome))
+
+    def _near_repeat(self, identity: str, sketch: Any) -> tuple[str, str] | None:
+        """Why a usable row is a near repeat; else None, and later ones are compared with it."""
+        assert self._near is not None
+        earlier = self._near.earlier(identity, sketch)
+        if earlier is None:
+            return None
+        named = "a forgotten conversation" if earlier in self._forgotten else earlier
+        return "near_duplicate", f"nearly the same prompts as {named}"
+
+    def _take(
+        self,
+        source: SourceConfig,
+        count: SourceCount,
+        outcome: Outcome,
+        reject: tuple[str, str] | None,
+        rejects: TextIO,
+    ) -> None:
+        """Keep a row or reject it. A forgotten one is rejected without its name and, were it kept, leaves its place
+        empty, so that no other part changes."""
+        if outcome.id is not None and outcome.id in self._forgotten:
+            if reject is None:
+                self._seen.add(_key(outcome.id))
+                self._writer.skip()
+            outcome.id, reject = None, (REASON, DETAIL)
+        if reject is not None:
+            self._reject(source, count, outcome, reject, rejects)
+        else:
+            self._keep(count, outcome)
 
     def _reject(
         self, source: SourceConfig, count: SourceCount, outcome: Outcome, reject: tuple[str, str], rejects: TextIO
@@ -257,14 +293,16 @@ class _Ingest:
         assert outcome.id is not None and outcome.row is not None
         self._seen.add(_key(outcome.id))
         count.kept += 1
+        if not self._config.ingest.drop_overlap and self._overlaps(outcome):
+            self._tally.overlap.append({"id": outcome.id, "where": outcome.where})
         count.notes.update(outcome.notes)
-        self._methods[outcome.row["mask_method"]] += 1
+        self._tally.methods[outcome.row["mask_method"]] += 1
         for key, value in outcome.mixable.items():
             self._mixable.setdefault(key, Counter())[json.dumps(value)] += 1
         for request in outcome.row["requests"]:
             if request["loss_mask"] is not None:
-                self._supervised += int(request["loss_mask"].sum())
-                self._total += len(request["loss_mask"])
+                self._tally.supervised += int(request["loss_mask"].sum())
+                self._tally.total += len(request["loss_mask"])
         self._writer.add(outcome.row)
 
     def _check_source(self, source: SourceConfig, count: SourceCount) -> None:
@@ -302,7 +340,7 @@ class _Ingest:
         if self._config.ingest.allow_mixed_thinking:
             return
         for key, values in self._mixable.items():
-            kept = sum(c.kept for c in self._counts.values())
+            kept = sum(c.kept for c in self._tally.sources.values())
             unset = kept - values.total()
             if unset:
                 values["the template's default"] = unset
@@ -316,87 +354,17 @@ class _Ingest:
     def _progress(self) -> None:
         if time.monotonic() - self._last_line > _LINE_EVERY_S:
             self._last_line = time.monotonic()
-            log.info("ingest: %d rows read, %d kept", self._rows, sum(c.kept for c in self._counts.values()))
-
-    def _report(self) -> None:
-        for name, count in self._counts.items():
-            reasons = ", ".join(f"{r} {n}" for r, n in count.rejected.most_common()) or "none"
-            asked = f"{count.asked} asked, " if count.asked is not None else ""
-            drawn = f", {count.not_drawn} not drawn" if count.not_drawn else ""
-            log.info(
-                "ingest: %s: %d rows, %s%d kept, rejected: %s%s", name, count.rows_in, asked, count.kept, reasons, drawn
-            )
-        log.info("ingest: loss mask by %s", ", ".join(f"{m} ({n} rows)" for m, n in self._methods.items()))
-        if self._total:
-            share = self._supervised / self._total
-            log.info("ingest: %.1f %% of the tokens taken as they are are supervised", 100 * share)
-            if not 0.05 <= share <= 0.95:
-                log.warning("ingest: a supervised share of %.1f %% is unusual; look at the loss masks", 100 * share)
-        for source in self._config.sources:
-            if source.label in self._counts:
-                self._tell(source, self._counts[source.label].notes, self._counts[source.label].kept)
-        if self._overlap:
-            log.warning(
-                "ingest: %d kept rows hold a prompt of ingest.benchmark_sets (ids in %s/%s); ingest.drop_overlap=true"
-                " rejects them",
-                len(self._overlap), self._url, OVERLAP,
-            )  # fmt: skip
-
-    def _tell(self, source: SourceConfig, notes: Counter[str], kept: int) -> None:
-        """What a person should know of a source that is kept."""
-        name = source.label
-        for note, words in (
-            ("leading_assistant_dropped", "opened with an assistant turn, which was dropped"),
-            ("role_repeats", "repeat a role"),
-            ("truncated", f"were cut at max_length ({self._config.ingest.over})"),
-        ):
-            if notes[note]:
-                log.info("ingest: %s: %d conversations %s", name, notes[note], words)
-        for thing in ("tool_calls", "tools"):
-            if notes[thing] > notes[f"{thing}_rendered"]:
-                log.warning(
-                    "ingest: %s: the target's chat template ignores the %s of %d of %d conversations that have some",
-                    name, thing.replace("_", " "), notes[thing] - notes[f"{thing}_rendered"], notes[thing],
-                )  # fmt: skip
-        if source.use == "as_is":
-            if notes["reasoning"]:
-                log.info("ingest: %s: reasoning: %d/%d rendered", name, notes["reasoning_rendered"], notes["reasoning"])
-            if self._pool.local.renderer.thinks and notes["reasoning"] < kept:
-                log.warning(
-                    "ingest: %s: %d of %d conversations have no reasoning although the target is a reasoning model;"
-                    " the draft will not learn to draft it. use: regenerate brings it back",
-                    name, kept - notes["reasoning"], kept,
-                )  # fmt: skip
+            log.info("ingest: %d rows read, %d kept", self._rows, sum(c.kept for c in self._tally.sources.values()))
 
 
 def _key(identity: str) -> bytes:
     return bytes.fromhex(identity)
 
 
-def _benchmark_source(path: str) -> SourceConfig:
-    return SourceConfig(name=f"benchmark set {path}", path=path)
-
-
-def _benchmark_prompts(config: Config) -> BenchmarkPrompts | None:
-    if not config.ingest.benchmark_sets:
-        return None
-    return BenchmarkPrompts(_prompts_of(config.ingest.benchmark_sets))
-
-
-def _prompts_of(paths: list[str]) -> Iterator[str]:
-    """The first user turn of each row; the later ones of a benchmark are too common ("Explain.") to count."""
-    for path in paths:
-        source = _benchmark_source(path)
-        for where, row in read_rows(source):
-            try:
-                if isinstance(row, RowError):
-                    raise row
-                messages = to_raw(row, {}).messages
-            except RowError as error:
-                raise SourceError(source.label, f"{where}: {error.detail}") from error
-            first = next((m["content"] for m in messages if m["role"] == "user"), None)
-            if isinstance(first, str):
-                yield first
+def _messages(outcome: Outcome) -> list[dict[str, Any]]:
+    assert outcome.row is not None
+    messages: list[dict[str, Any]] = json.loads(outcome.row["messages"])
+    return messages
 
 
 class _PartWriter:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from app.config import Config
+from app.engine.model_class import check_model_class
 from app.plan.cost import shape_of
 from app.plan.estimate import PLAN_FILE, Plan, make_plan
 from app.plan.hardware import RATE_KEYS, Described, find_hardware, rough_rates
@@ -23,6 +24,7 @@ from app.plan.tokens import (
     token_stats,
 )
 from app.runfolder import RunFolder
+from app.sizing import settled
 from app.target import TargetInfo, inspect_target
 
 log = logging.getLogger("draftmill")
@@ -45,9 +47,12 @@ def plan_run(
     values = parse_assumptions(assume, (*TOKEN_KEYS, *RATE_KEYS))
     t = config.target
     target = inspect_target(t.model, t.revision, t.trust_remote_code, t.chat_template)
+    if config.generate.engine == "vllm":
+        check_model_class(target.architecture, config.generate.engine_args)
     shape, run = shape_of(target, config), RunFolder(config.run_dir, config.storage.options)
     stats = _stats(config, target, run, values, sampler)
     hardware = find_hardware(config, described or Described())
+    config = settled(config, shape, hardware)
     rates = rough_rates(shape, config, hardware, stats.teacher / max(1.0, stats.tokens))
     if measure:
         rates = probe(config, stats, rates, hardware)

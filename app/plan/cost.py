@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.codecs import state_bytes
 from app.config import Config
 from app.plan.tokens import TokenStats
 from app.target import TargetInfo, check_aux_layers, default_aux_layers, text_config
@@ -34,6 +35,16 @@ class Shape:
     value_bytes: int
     target_parameters: float  # that work on one token
     target_bytes: int  # of its weights
+    heads: int = 0  # of the target's attention; 0: unknown
+    kv_heads: int = 0  # 0: unknown, or its cache is one latent vector
+    kv_bytes: float = 0.0  # of the target's cache, a token, all layers
+    codec: str = "bf16"  # of the stored states (app/codecs.py)
+    compression: str = "none"
+
+    @property
+    def state_bytes(self) -> float:
+        """Of one stored state of one token."""
+        return state_bytes(self.hidden, self.codec, self.compression, self.value_bytes)
 
     @property
     def trained(self) -> int:
@@ -55,6 +66,10 @@ def shape_of(target: TargetInfo, config: Config) -> Shape:
     draft = draft_config(target, config.train, [*layers, n], size)
     folder = Path(target.model)
     weights = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    raw = text_config(json.loads((folder / "config.json").read_text()))
+    latent = int(raw.get("kv_lora_rank") or 0)  # multi-head latent attention
+    plain = 2 * target.num_key_value_heads * target.head_dim
+    cached = latent + int(raw.get("qk_rope_head_dim") or 0) if latent else plain
     return Shape(
         hidden=target.hidden_size,
         layers=n,
@@ -64,8 +79,13 @@ def shape_of(target: TargetInfo, config: Config) -> Shape:
         query=draft.num_attention_heads * draft.head_dim,
         key=draft.num_key_value_heads * draft.head_dim,
         value_bytes=DTYPE_BYTES[config.target.dtype],
-        target_parameters=active_parameters(text_config(json.loads((folder / "config.json").read_text())), target),
+        target_parameters=active_parameters(raw, target),
         target_bytes=weights,
+        heads=target.num_attention_heads,
+        kv_heads=0 if latent else target.num_key_value_heads,
+        kv_bytes=float(DTYPE_BYTES[config.target.dtype] * n * cached),
+        codec=config.capture.codec,
+        compression=config.capture.compression,
     )
 
 
@@ -75,7 +95,8 @@ def active_parameters(config: dict[str, Any], target: TargetInfo) -> float:
     attention = 2 * h * hd * (target.num_attention_heads + target.num_key_value_heads)
     chosen = int(config.get("num_experts_per_tok") or 0)
     if chosen:
-        width = int(config.get("moe_intermediate_size") or target.intermediate_size)
+        # Where the key of the experts' own width is missing, intermediate_size is theirs (gpt-oss).
+        width = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or target.intermediate_size)
         mlp = 3 * h * width * (chosen + int(config.get("n_shared_experts") or 0))
     else:
         mlp = 3 * h * target.intermediate_size
@@ -94,10 +115,9 @@ def naive_bytes(tokens: float, hidden: int, value_bytes: int = 2, states: int = 
 
 def part_bytes(stats: TokenStats, shape: Shape, rows_per_part: int) -> float:
     """Bytes of the committed parts: three states at T-1 positions, s_n where it teaches, the rows (docs/format.md)."""
-    aux = (stats.tokens - stats.samples) * token_bytes(3, shape.hidden, shape.value_bytes)
-    teacher = stats.teacher * token_bytes(1, shape.hidden, shape.value_bytes)
+    states = 3 * (stats.tokens - stats.samples) + stats.teacher
     parts = math.ceil(max(1, stats.rows) / rows_per_part)
-    return aux + teacher + stats.tokens * _ROW_BYTES_PER_TOKEN + parts * _BYTES_PER_PART
+    return states * shape.state_bytes + stats.tokens * _ROW_BYTES_PER_TOKEN + parts * _BYTES_PER_PART
 
 
 def other_bytes(stats: TokenStats, shape: Shape, config: Config) -> float:

@@ -14,6 +14,7 @@ from app.pipeline import StageContext
 from app.plan.cost import Shape, naive_bytes, other_bytes, part_bytes, shape_of, train_memory
 from app.plan.hardware import GIB, Hardware, Rates, free_bytes
 from app.plan.tokens import Length, SourceTokens, TokenStats, stats_of_ingest
+from app.sizing import numbers, settled
 from app.storage import Store
 
 log = logging.getLogger("draftmill")
@@ -126,6 +127,7 @@ def make_plan(
     Args:
         committed: bytes of parts that are on the disk already.
     """
+    config = settled(config, shape, hardware)
     size = part_bytes(stats, shape, config.storage.rows_per_part)
     bound = part_bytes(at_bound(stats, config), shape, config.storage.rows_per_part)
     rest = other_bytes(stats, shape, config)
@@ -138,7 +140,7 @@ def make_plan(
     second = (
         stats.samples / rates.extract_samples_per_s.value
         if rates.extract_samples_per_s is not None
-        else stats.tokens / rates.extract_tokens_per_s.value / config.generate.replicas
+        else stats.tokens / rates.extract_tokens_per_s.value / numbers(config)[0]
     )
     return Plan(
         rows=stats.rows,
@@ -197,10 +199,11 @@ def _stages(
     config: Config, stats: TokenStats, rates: Rates, train_tokens: float, hardware: Hardware
 ) -> list[StagePlan]:
     g, t = config.generate, config.train
+    replicas, tensor_parallel = numbers(config)
     held = min(1.0, config.evaluate.holdout / max(1, stats.rows))
     prefilled = stats.tokens - stats.decoded
     per_engine = stats.decoded / rates.generate_tokens_per_s.value + prefilled / rates.prefill_tokens_per_s.value
-    generate = rates.engine_start_s.value + per_engine / g.replicas
+    generate = rates.engine_start_s.value + per_engine / replicas
     train = rates.train_start_s.value + t.epochs * train_tokens / rates.train_tokens_per_s.value / t.workers
     answers = sum(s.answer for s in stats.sources if s.use == "regenerate") * held
     if config.bench.max_new_tokens is not None:
@@ -208,10 +211,10 @@ def _stages(
     once = answers / rates.bench_tokens_per_s.value + answers / rates.draft_tokens_per_s.value
     bench = 2 * rates.bench_start_s.value + config.bench.repeats * once if answers else 0.0
     walk = 1.5 + stats.tokens * held / (_EVALUATE_GAIN * rates.train_tokens_per_s.value) if held else 0.0
-    engine_gpus = g.tensor_parallel if hardware.on_gpu else 0
+    engine_gpus = tensor_parallel if hardware.on_gpu else 0
     return [
         StagePlan("ingest", 0.3 + stats.rows / _INGEST_ROWS_PER_S, 0),
-        StagePlan("generate", generate, engine_gpus * g.replicas),
+        StagePlan("generate", generate, engine_gpus * replicas),
         StagePlan("quality", 0.2 + stats.answer / _QUALITY_TOKENS_PER_S, 0),
         StagePlan("vocab", 0.5 + stats.answer / _VOCAB_TOKENS_PER_S, 0),
         StagePlan("train", train, t.workers if hardware.on_gpu and t.use_gpu is not False else 0),
@@ -286,16 +289,17 @@ def disk_limits(
 
 def _hardware_limits(config: Config, shape: Shape, hardware: Hardware, memory: float) -> list[Limit]:
     g, t = config.generate, config.train
+    replicas, tensor_parallel = numbers(config)
     limits = []
     if hardware.on_gpu:
-        need = g.replicas * g.tensor_parallel
+        need = replicas * tensor_parallel
         if need > hardware.gpus:
             limits.append(Limit(f"generate needs {need} GPUs of {hardware.gpus}", "lower generate.replicas"))
         if t.workers > hardware.gpus and t.use_gpu is not False:
             limits.append(Limit(f"training needs {t.workers} GPUs of {hardware.gpus}", "lower train.workers"))
         if hardware.gpu_memory_gib is not None:
             have = hardware.gpu_memory_gib * GIB
-            weights = shape.target_bytes / g.tensor_parallel
+            weights = shape.target_bytes / tensor_parallel
             if weights > g.gpu_memory_utilization * have:
                 limits.append(
                     Limit(
@@ -321,12 +325,12 @@ def _hardware_limits(config: Config, shape: Shape, hardware: Hardware, memory: f
                     f" generate.max_length ({g.max_length})",
                 )
             )
-        engine = (shape.target_bytes + g.kv_cache_gib * GIB) * g.replicas
+        engine = (shape.target_bytes + g.kv_cache_gib * GIB) * replicas
         if engine > 0.9 * hardware.memory_gib * GIB:
             limits.append(
                 Limit(
-                    f"{g.replicas} engine(s) need {engine / GIB:.0f} GiB of {hardware.memory_gib:.0f} GiB",
-                    f"lower generate.replicas ({g.replicas}) or generate.kv_cache_gib ({g.kv_cache_gib:g})",
+                    f"{replicas} engine(s) need {engine / GIB:.0f} GiB of {hardware.memory_gib:.0f} GiB",
+                    f"lower generate.replicas ({replicas}) or generate.kv_cache_gib ({g.kv_cache_gib:g})",
                 )
             )
     return limits
@@ -361,11 +365,12 @@ def advice(config: Config, stats: TokenStats, hardware: Hardware, contexts: list
             " memory"
         )
     if hardware.on_gpu:
-        free_engines = hardware.gpus // config.generate.tensor_parallel
-        if config.generate.replicas < free_engines:
+        replicas, tensor_parallel = numbers(config)
+        free_engines = hardware.gpus // tensor_parallel
+        if replicas < free_engines:
             lines.append(
-                f"{hardware.gpus} GPUs, and generate.replicas is {config.generate.replicas}: {free_engines} engines"
-                f" would take 1/{free_engines / config.generate.replicas:g} of the time"
+                f"{hardware.gpus} GPUs, and generate.replicas is {replicas}: {free_engines} engines"
+                f" would take 1/{free_engines / replicas:g} of the time"
             )
         if config.train.workers < hardware.gpus:
             lines.append(f"train.workers is {config.train.workers} of {hardware.gpus} GPUs")

@@ -27,9 +27,17 @@ class Gpu:
 # Data sheets; an H200 is where our own numbers are from.
 GPUS = {
     "B200": Gpu(180, 1.67, 2.3), "H200": Gpu(141, 1.0, 1.0), "H100": Gpu(80, 0.70, 1.0), "H20": Gpu(96, 0.83, 0.15),
-    "A100": Gpu(80, 0.42, 0.32), "L40S": Gpu(48, 0.18, 0.37), "L40": Gpu(48, 0.18, 0.18), "A10": Gpu(24, 0.12, 0.13),
-    "L4": Gpu(24, 0.06, 0.12), "4090": Gpu(24, 0.21, 0.17), "A6000": Gpu(48, 0.16, 0.16),
+    "A100-40": Gpu(40, 0.32, 0.32), "A100": Gpu(80, 0.42, 0.32), "L40S": Gpu(48, 0.18, 0.37),
+    "L40": Gpu(48, 0.18, 0.18), "A10": Gpu(24, 0.12, 0.13), "L4": Gpu(24, 0.06, 0.12),
+    "4090": Gpu(24, 0.21, 0.17), "A6000": Gpu(48, 0.16, 0.16),
 }  # fmt: skip
+
+
+def known_gpu(name: str | None) -> Gpu | None:
+    """The GPU of the table above whose key is in `name`."""
+    return next((gpu for key, gpu in GPUS.items() if key in (name or "").upper()), None)
+
+
 _OF_8B = 8.03e9  # parameters of the shape these were measured with (MEASURED.md)
 _H200_DECODE = 19_400.0  # answer tokens/s, capturing, 256 requests at once
 _H200_PREFILL = 43_254.0  # tokens/s, capturing
@@ -63,8 +71,7 @@ class Hardware:
 
     @property
     def gpu(self) -> Gpu | None:
-        name = (self.gpu_name or "").upper()
-        return next((gpu for key, gpu in GPUS.items() if key in name), None)
+        return known_gpu(self.gpu_name)
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ def find_hardware(config: Config, given: Described) -> Hardware:
         disk_origin = f"{store.url} does not say what is free; give --disk-free"
     if given.nodes or given.gpus_per_node is not None or given.gpu_name:
         name = given.gpu_name or "H200"
-        gpu = Hardware(1, 1, name, None, 1, None, None, "").gpu
+        gpu = known_gpu(name)
         if gpu is None:
             raise UserError(f"--gpu {name} is not known; known are {', '.join(GPUS)} (take the nearest)")
         count = 1 if given.gpus_per_node is None else given.gpus_per_node
@@ -163,7 +170,7 @@ def _cluster(config: Config) -> Hardware | None:
         return None
     first = with_gpus[0]
     name = next((k.partition(":")[2] for k in first if k.startswith("accelerator_type:")), None)
-    found = Hardware(1, 1, name, None, 1, None, None, "").gpu
+    found = known_gpu(name)
     return Hardware(
         nodes=len(with_gpus),
         gpus_per_node=int(first.get("GPU", 0)),
@@ -230,7 +237,8 @@ def rough_rates(shape: Shape, config: Config, hardware: Hardware, supervised_sha
     if hardware.on_gpu:
         gpu = hardware.gpu
         factor = gpu or GPUS["H200"]
-        size = _OF_8B / shape.target_parameters * config.generate.tensor_parallel
+        gpus = config.generate.tensor_parallel
+        size = _OF_8B / shape.target_parameters * (1 if gpus == "auto" else gpus)
         # Decoding needs requests to fill the card: 256 at once gave the measured rate.
         filled = min(1.0, (config.generate.max_num_seqs / 256) ** 0.8)
         speed = _Speed(

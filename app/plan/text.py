@@ -51,9 +51,15 @@ def plan_lines(plan: Plan, run_url: str, local: bool) -> list[str]:
         gpus = f"{stage.gpu_hours:10,.2f} GPU-hours on {stage.gpus}" if stage.gpus else ""
         lines.append(f"  {stage.name:<12} {time_text(stage.seconds):>10}{gpus}")
     total = f"{plan.gpu_hours:10,.2f} GPU-hours" if plan.gpu_hours else ""
-    if plan.price is not None:
+    if plan.price is not None and plan.gpu_hours:
         total += f", {plan.gpu_hours * plan.price:,.2f} USD at {plan.price:g} a GPU-hour"
     lines.append(f"  {'total':<12} {time_text(plan.seconds):>10}{total}")
+    if plan.price is not None and not plan.gpu_hours:
+        line(
+            "price",
+            f"--price {plan.price:g} is of a GPU-hour and this run holds no GPU, so no cost is worked out; describe"
+            " GPUs with --gpus-per-node, or leave it out",
+        )
     lines.append(f"  a second pass for the states would add {time_text(plan.second_pass_s)}; here it adds none")
     lines.append("")
     line("memory", f"about {plan.train_memory / GIB:,.1f} GiB at peak for a training worker")

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import pyarrow.parquet as pq
 
-from app.config import Config
+from app.config import Config, SourceConfig
 from app.conversations import turns_to_answer
 from app.errors import UserError
 from app.parts import PARTS, read_entry, read_ingest_part
 from app.runfolder import RunFolder
 from app.storage import Store
 from app.target import TargetInfo
+
+if TYPE_CHECKING:
+    from app.rows import RowPool
 
 log = logging.getLogger("draftmill")
 CHARS_PER_TOKEN = 4.0  # of text that nobody tokenised
@@ -63,6 +69,7 @@ class SourceSample:
     rows_sampled: int
     requests: Sequence[SampledRow]
     rows_exact: bool = True
+    repeats: int = 0  # rows beside `rows_total` that ingest will reject as repeats
 
 
 Sampler = Callable[[Config, TargetInfo, int], Sequence[SourceSample]]
@@ -191,7 +198,7 @@ def token_stats(config: Config, samples: Sequence[SourceSample], assume: Mapping
     mean = assume.get("answer_tokens") or assumed_answer(config)
     unknown = 0
     sources = []
-    all_rows = sum(s.rows_total for s in samples)
+    all_rows = sum(s.rows_total + s.repeats for s in samples)
     for sample in samples:
         usable = [r for r in sample.requests if r.reject is None]
         rejected = len(sample.requests) - len(usable)
@@ -214,6 +221,12 @@ def token_stats(config: Config, samples: Sequence[SourceSample], assume: Mapping
             notes.append(
                 f"{sample.name}: {1 - kept_share:.1%} of the sample is rejected or too long for"
                 f" generate.max_length {config.generate.max_length}, so of the whole"
+            )
+        if sample.repeats:
+            read = sample.rows_total + sample.repeats
+            notes.append(
+                f"{sample.name}: {sample.repeats:,} of {read:,} rows ({sample.repeats / read:.1%}) repeat another"
+                " conversation and are not counted, as ingest rejects them"
             )
         if not sample.rows_exact:
             notes.append(f"{sample.name}: at least {sample.rows_total:,} rows; reading stopped there")
@@ -303,34 +316,36 @@ def requests_of(row: Mapping[str, Any], count: Callable[[str], int] | None = Non
 
 
 def read_sample(config: Config, target: TargetInfo, rows_per_source: int) -> list[SourceSample]:
-    """A random sample of every source, tokenised as ingest does it, and the number of rows.
+    """A random sample of every source, tokenised as ingest does it, and the number of rows; repeats counted apart.
 
     Raises:
         UserError: a source cannot be read.
     """
-    import random
-
     from app.pipelines.ingest import EXPECTED
     from app.rows import RowPool, RowSettings
-    from app.sources.logs import join_streams
-    from app.sources.readers import SourceError, read_rows
+    from app.sources.locate import SourceError
 
     samples = []
-    with RowPool(RowSettings.of(config, target), 1) as pool:
+    known: set[bytes] = set()  # ids of sources that are taken whole
+    with RowPool(RowSettings.of(config, target), config.ingest.workers or os.cpu_count() or 1) as pool:
         tokenizer = pool.local.renderer.tokenizer
 
         def count(text: str) -> int:
             return len(tokenizer.encode(text, add_special_tokens=False))
 
         for source in config.sources:
-            draw, seen = random.Random(source.seed), 0
+            draw, seen, repeats = random.Random(source.seed), 0, 0
             chosen: list[tuple[str, Any]] = []
+            ids = known if source.count is None and source.share is None else set(known)
             try:
-                for row in islice(join_streams(read_rows(source)), ROWS_READ):
+                for row, is_repeat in _marked_rows(pool, source, ids):
                     seen += 1
+                    repeats += is_repeat
+                    if is_repeat:
+                        continue
                     if len(chosen) < rows_per_source:
                         chosen.append(row)
-                    elif (at := draw.randrange(seen)) < rows_per_source:
+                    elif (at := draw.randrange(seen - repeats)) < rows_per_source:
                         chosen[at] = row
             except SourceError as error:
                 if config.ingest.on_source_error == "stop":
@@ -350,8 +365,30 @@ def read_sample(config: Config, target: TargetInfo, rows_per_source: int) -> lis
                     "plan: ingest will stop: %d of %d rows sampled from %s are rejected, more than max_reject_share %g",
                     bad, len(chosen), source.label, source.max_reject_share,
                 )  # fmt: skip
-            samples.append(SourceSample(source.label, source.use, seen, len(chosen), requests, seen < ROWS_READ))
+            rows = seen - repeats
+            samples.append(
+                SourceSample(source.label, source.use, rows, len(chosen), requests, seen < ROWS_READ, repeats)
+            )
     return samples
+
+
+def _marked_rows(pool: RowPool, source: SourceConfig, ids: set[bytes]) -> Iterator[tuple[tuple[str, Any], bool]]:
+    """The first rows of a source, each with whether its conversation's id is in `ids` already; it is then."""
+    from app.sources.logs import join_streams
+    from app.sources.readers import read_rows
+
+    waiting: deque[tuple[str, Any]] = deque()
+
+    def given() -> Iterator[tuple[str, Any]]:
+        for row in islice(join_streams(read_rows(source)), ROWS_READ):
+            waiting.append(row)
+            yield row
+
+    for outcome in pool.outcomes(source, given(), tokenise=False):
+        key = bytes.fromhex(outcome.id or "")
+        yield waiting.popleft(), key in ids
+        if key:
+            ids.add(key)
 
 
 def stats_of_ingest(config: Config, store: Store, parts: Sequence[int]) -> TokenStats:

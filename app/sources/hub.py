@@ -8,7 +8,7 @@ from typing import Any
 
 from app.config import SourceConfig
 from app.errors import first_line
-from app.sources.readers import SourceError, SourceFile
+from app.sources.locate import SourceError, SourceFile
 
 log = logging.getLogger("draftmill")
 _PARQUET = "refs/convert/parquet"  # the hub's own conversion of every public set: SUBSET/SPLIT/0000.parquet
@@ -62,29 +62,34 @@ def _files(fs: Any, name: str, commit: str, paths: list[str]) -> list[SourceFile
     return [SourceFile(fs, f"datasets/{name}@{commit}/{path}") for path in sorted(paths)]
 
 
-def _asked(source: SourceConfig, ask: Any) -> Any:
+def is_hub_error(error: Exception) -> bool:
+    """Whether an exception is the hub's answer, or none: other faults are of the file that was read."""
+    return type(error).__module__.partition(".")[0] in ("huggingface_hub", "httpx", "httpx2")
+
+
+def fault_of(source: SourceConfig, error: Exception) -> SourceError:
+    """What the hub refused, as a sentence. A gated set may show its page and its files' names and refuse the files."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
+    if isinstance(error, GatedRepoError):
+        said = f"the dataset {source.dataset} is gated: accept its terms on its page, then set HF_TOKEN"
+    elif isinstance(error, RevisionNotFoundError):
+        said = f"the dataset {source.dataset} has no revision {source.revision!r}"
+    elif isinstance(error, RepositoryNotFoundError):
+        said = f"there is no dataset {source.dataset} on the hub, or it is private; check the id, or set HF_TOKEN"
+    else:
+        said = (
+            f"the dataset {source.dataset} cannot be reached ({first_line(error, 150)});"
+            " check the network, or give a local copy as `path`"
+        )
+    return SourceError(source.label, said)
+
+
+def _asked(source: SourceConfig, ask: Any) -> Any:
     try:
         return ask()
-    except GatedRepoError as error:
-        raise SourceError(
-            source.label,
-            f"the dataset {source.dataset} is gated: accept its terms on its page, then set HF_TOKEN",
-        ) from error
-    except RevisionNotFoundError as error:
-        raise SourceError(source.label, f"the dataset {source.dataset} has no revision {source.revision!r}") from error
-    except RepositoryNotFoundError as error:
-        raise SourceError(
-            source.label,
-            f"there is no dataset {source.dataset} on the hub, or it is private; check the id, or set HF_TOKEN",
-        ) from error
     except Exception as error:
-        raise SourceError(
-            source.label,
-            f"the dataset {source.dataset} cannot be reached ({first_line(error, 150)});"
-            " check the network, or give a local copy as `path`",
-        ) from error
+        raise fault_of(source, error) from error
 
 
 def _of_conversion(source: SourceConfig, paths: list[str]) -> list[str]:

@@ -24,6 +24,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from app.codecs import Encoded, States, cat_rows
 from app.errors import UserError
 
 
@@ -37,9 +38,9 @@ class TrainingSample(Protocol):
     @property
     def loss_mask(self) -> Tensor: ...  # [T] bool, m_t
     @property
-    def aux(self) -> Tensor: ...  # [T-1, 3*Ht], low to high
+    def aux(self) -> States: ...  # [T-1, 3*Ht], low to high
     @property
-    def teacher(self) -> Tensor: ...  # [S, Ht], s_n before the final norm
+    def teacher(self) -> States: ...  # [S, Ht], s_n before the final norm
     @property
     def teacher_pos(self) -> Tensor: ...  # [S] int64, ascending
 
@@ -71,13 +72,14 @@ class Document:
 class Pack:
     """Several documents end to end, without padding. R rows, N_k of them learning at step k.
 
-    Rows after a document's last learning row are left out, documents that learn nothing too.
+    Rows after a document's last learning row are left out, documents that learn nothing too. States travel as they
+    are stored and are decoded where they are used, on the training device.
     """
 
     next_ids: Tensor  # [R] int64, x_{t+1}
     positions: Tensor  # [R] int64, t in its own document
-    aux: Tensor  # [R, 3*Ht]
-    teacher: Tensor  # [N_0, Ht], s_n at t+1
+    aux: States  # [R, 3*Ht]
+    teacher: States  # [N_0, Ht], s_n at t+1
     labels: Tensor  # [N_0] int64, x_{t+2} as the target's id
     rows: tuple[Tensor, ...]  # per step [N_k] int64: the rows that learn, ascending
     slots: tuple[Tensor, ...]  # per step [N_k] int64: their query slots
@@ -121,6 +123,8 @@ class Pack:
             value = getattr(self, f.name)
             if isinstance(value, Tensor):
                 mapped[f.name] = function(value)
+            elif isinstance(value, Encoded):
+                mapped[f.name] = value.map(function)
             elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
                 mapped[f.name] = tuple(function(t) for t in value)
         return replace(self, **mapped)
@@ -166,8 +170,8 @@ def pack(samples: Sequence[TrainingSample], unroll_steps: int) -> Pack:
     return Pack(
         next_ids=_cat(next_ids),
         positions=_cat(positions),
-        aux=torch.cat(aux) if aux else empty_states,
-        teacher=torch.cat(teacher) if teacher else empty_states,
+        aux=cat_rows(aux) if aux else empty_states,
+        teacher=cat_rows(teacher) if teacher else empty_states,
         labels=_cat(labels),
         rows=tuple(rows),
         slots=tuple(slot_of[r] for r in rows),
@@ -181,7 +185,7 @@ def pack(samples: Sequence[TrainingSample], unroll_steps: int) -> Pack:
     )
 
 
-def _teacher_at(sample: TrainingSample, wanted: Tensor) -> Tensor:
+def _teacher_at(sample: TrainingSample, wanted: Tensor) -> States:
     """s_n of `sample` at positions `wanted` [n] -> [n, Ht]."""
     index = torch.searchsorted(sample.teacher_pos, wanted)  # [n]
     found = index < len(sample.teacher_pos)

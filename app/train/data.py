@@ -12,6 +12,7 @@ import queue
 import random
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -22,6 +23,8 @@ from app.train.alignment import Pack, pack
 
 # Work of one supervised row over that of an unsupervised one, about; it only balances ranks.
 SUPERVISED_COST = 8
+# Samples read at once: zstd uses as many cores, an object store answers as many requests.
+READERS = 8
 
 
 class SampleLength(Protocol):
@@ -32,7 +35,7 @@ class SampleLength(Protocol):
 
 
 class SampleSource(Protocol):
-    """Random access to samples; `infos` gives their lengths without reading them."""
+    """Random access to samples, of several threads at once; `infos` gives their lengths without reading them."""
 
     @property
     def infos(self) -> Sequence[Any]: ...
@@ -110,7 +113,7 @@ class LoadedStep:
 
 
 class StepLoader:
-    """Reads and packs the coming steps of one rank in a background thread."""
+    """Reads and packs the coming steps of one rank in the background."""
 
     def __init__(
         self, source: SampleSource, plan: StepPlan, unroll_steps: int, rank: int = 0, world: int = 1,
@@ -136,6 +139,8 @@ class StepLoader:
                 except queue.Full:
                     continue
 
+        readers = ThreadPoolExecutor(READERS, "sample-reader")
+
         def read() -> None:
             try:
                 epoch, steps = -1, []
@@ -145,7 +150,7 @@ class StepLoader:
                         steps = self.plan.epoch(epoch)
                     if stop.is_set():
                         return
-                    put(self._load(index, epoch, steps[index % self.plan.steps_per_epoch]))
+                    put(self._load(index, epoch, steps[index % self.plan.steps_per_epoch], readers))
                 put(None)
             except BaseException as error:
                 put(error)
@@ -159,24 +164,28 @@ class StepLoader:
                 yield item
         finally:
             stop.set()
+            readers.shutdown(cancel_futures=True)
             thread.join()
 
-    def _load(self, index: int, epoch: int, step: list[int]) -> LoadedStep:
+    def _load(self, index: int, epoch: int, step: list[int], readers: Executor) -> LoadedStep:
         mine = self.plan.share(step, self.world)[self.rank]
         packs: list[Pack] = []
         group: list[Any] = []
         held = 0
-        for i in mine:
+        for i, sample in zip(mine, readers.map(self._read, mine), strict=True):
             size = self.plan.tokens[i]
             if group and held + size > self.tokens_per_pass:
                 packs.append(pack(group, self.unroll_steps))
                 group, held = [], 0
-            group.append(cut(self.source[i], self.plan.max_tokens))
+            group.append(sample)
             held += size
         packs.append(pack(group, self.unroll_steps))
         if self.pin:
             packs = [p.pin() for p in packs]
         return LoadedStep(index, epoch, mine, packs, sum(self.plan.tokens[i] for i in mine))
+
+    def _read(self, index: int) -> Any:
+        return cut(self.source[index], self.plan.max_tokens)
 
 
 def cut(sample: Any, max_tokens: int) -> Any:

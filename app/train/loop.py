@@ -12,6 +12,7 @@ from app.config import TrainConfig, parse_config
 from app.draft_config import DraftConfig
 from app.parts import PartEntry
 from app.pipelines.vocab import load_vocab
+from app.record import record_of, refuse_mismatch
 from app.samples import SampleReader, load_split
 from app.storage import Store
 from app.target import TargetHead, TargetInfo, load_target_head
@@ -68,6 +69,7 @@ def run_worker(
     if device.type == "cpu":
         torch.set_num_threads(min(settings.train.cpus_per_worker, os.cpu_count() or 1))
     vocab, head = load_vocab(store), load_target_head(info)
+    refuse_mismatch(entries, record_of(settings, info))
     split = load_split(store, entries, settings)
     shape = draft_config(info, settings.train, entries[0].layers, len(vocab.kept_ids))
     draft = new_draft(shape, head, vocab.kept_ids, settings.train.seed)

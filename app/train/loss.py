@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.codecs import decoded
 from app.target import TargetHead
 from app.train.alignment import Pack
 from app.train.attention import attend
@@ -97,7 +98,7 @@ class UnrolledLoss:
 
     def keep(self, pack: Pack) -> Tensor | None:
         """Positions of `pack` whose rows count, [N_0] bool; None is all of them."""
-        return self.teacher.keep(pack.teacher) if self.drop_out_of_vocab else None
+        return self.teacher.keep(decoded(pack.teacher)) if self.drop_out_of_vocab else None
 
     def counts(self, pack: Pack, keep: Tensor | None = None) -> Tensor:
         """Supervised rows by unroll step [K] fp64, on the CPU: sum them over packs and ranks for the mean."""
@@ -138,7 +139,7 @@ def unroll(draft: CastDraft, pack: Pack) -> list[Tensor]:
     """What lm_head reads at every unroll step: per step [N_k, H] for the rows pack.rows[k]."""
     q_size = draft.q_size
     embedded = draft.embed(pack.next_ids)  # [R, H]
-    fused = draft.fuse(pack.aux)  # [R, H]
+    fused = draft.fuse(decoded(pack.aux))  # [R, H]
     normed = draft.norm_state(fused)  # [R, H]
     embed_kv = F.linear(embedded, draft.qkv_embed[q_size:])  # [R, 2 kv]
     embed_q = F.linear(take(embedded, pack.rows[0]), draft.qkv_embed[:q_size])  # [N_0, q]
@@ -227,7 +228,7 @@ class _HeadLoss(torch.autograd.Function):
             spans = [slice(offsets[k] + a, offsets[k] + b) for k, (a, b) in enumerate(ends)]
             x = torch.cat([hidden[s] for s in spans])  # [n, H]
             logits = torch.mm(x, weight.T, out=job.buffer("logits", len(x), vocab, hidden.dtype))  # [n, Vd]
-            probs, self_term = _teacher_probs(job.teacher.logits(pack.teacher[low:high]))  # [C, Vd], [C]
+            probs, self_term = _teacher_probs(job.teacher.logits(decoded(pack.teacher[low:high])))  # [C, Vd], [C]
             kept = None if job.keep is None else job.keep[low:high].to(wide)  # [C]
             row_weights, done = [], 0
             for k, (a, b) in enumerate(ends):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from app.codecs import decoded
 from app.target import TargetHead
 from app.train.alignment import TrainingSample
 from app.train.draft import Eagle3Draft
@@ -31,7 +32,7 @@ def reference_loss(
                 window = sample.loss_mask[t + 1 : t + 3 + k]  # m_{t+1} .. m_{t+2+k}
                 if len(window) < k + 2 or not bool(window.all()):
                     continue
-                s_n = sample.teacher[sample.teacher_pos == t + 1 + k]  # [1, Ht]
+                s_n = decoded(sample.teacher[sample.teacher_pos == t + 1 + k])  # [1, Ht]
                 if drop_out_of_vocab and int(head.logits(s_n).argmax()) not in kept:
                     continue
                 teacher = head.logits(s_n, kept)[0].to(total.dtype).log_softmax(-1)  # [Vd]
@@ -62,7 +63,7 @@ def reference_logits(draft: Eagle3Draft, sample: TrainingSample, unroll_steps: i
         return x * cos + turned * sin
 
     groups = c.num_attention_heads // c.num_key_value_heads
-    aux = sample.aux.to(dtype)  # [T-1, 3*Ht]
+    aux = decoded(sample.aux).to(dtype)  # [T-1, 3*Ht]
     if c.norm_before_fc:
         aux = norm(aux, draft.input_norm.weight)
     if c.fc_norm:

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from app.captured import load_entries
+from app.captured import load_entries, require_states
 from app.cluster import cause_of, connect, gpu_count, is_local
 from app.config import Config
 from app.errors import UserError
@@ -34,6 +34,7 @@ def run(ctx: StageContext) -> StageResult:
     """
     config, store = ctx.config, ctx.run.store
     entries = load_entries(ctx)
+    require_states(ctx, "train", entries)
     shape = draft_config(ctx.target, config.train, list(ctx.layers), len(load_vocab(store).kept_ids))
     shaping = flat_config(config, ("train", "evaluate.holdout", "evaluate.holdout_seed"), EXECUTION_KEYS)
     # Checkpoints of other settings must never be taken for this training's: the newest one is exported.

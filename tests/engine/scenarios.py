@@ -360,6 +360,53 @@ def mla(folder: str) -> dict[str, Any]:
     }
 
 
+def family(model: str, dtype: str) -> dict[str, Any]:
+    """A target of another family: every state of prompt and answer against Hugging Face, and the self-check's word.
+
+    In bf16 Hugging Face's own noise is measured too, against its fp32.
+    """
+    info = inspect_target(model)
+    n, head = info.num_layers, load_target_head(info)
+    engine = VllmEngine(spec_for(model, tuple(range(1, n)), n, dtype=dtype), self_check=False)
+    try:
+        run_self_check(engine)
+        verdict = "passed"
+    except UserError as error:
+        verdict = str(error)
+    prompts = tiny_prompts(5, 40, 33)
+    gives_embedding = engine.check_embeddings(True)
+    jobs = [engine.submit(Request(f"row {i}", p, 20)) for i, p in enumerate(prompts)]
+    done = [job.future.result() for job in jobs]
+    first = [engine.take_embeddings(j, d.states.shape[0]) for j, d in zip(jobs, done, strict=True) if gives_embedding]
+    engine.close()
+    sequences = [p + d.answer_ids for p, d in zip(prompts, done, strict=True)]
+    wanted = torch.cat([w[:-1] for w in reference(model, sequences)])  # [N, n+1, H]
+    states = torch.cat([d.states for d in done]).float()  # [N, n, H]
+    hits = [
+        head.logits(d.states[len(p) - 1 :, -1]).argmax(-1) == torch.tensor(d.answer_ids)
+        for p, d in zip(prompts, done, strict=True)
+    ]
+    out: dict[str, Any] = {
+        "shapes": [(len(s), tuple(d.states.shape)) for s, d in zip(sequences, done, strict=True)],
+        "self_check": verdict,
+        "embedding_errors": errors(torch.cat(first)[:, None], wanted[:, :1]) if gives_embedding else None,
+        "errors": errors(states, wanted[:, 1:]),
+        "medians": _medians(states, wanted),
+        "greedy": float(torch.cat(hits).float().mean()),
+    }
+    if dtype == "bfloat16":
+        noisy = torch.cat([w[:-1] for w in reference(model, sequences, torch.bfloat16)])
+        own = _medians(noisy[:, 1:], wanted)
+        out["noise"] = [own[k - 1][k] for k in range(1, n + 1)]
+    return out
+
+
+def _medians(states: Tensor, wanted: Tensor) -> list[list[float]]:
+    """Median relative distance of each captured state 1..n to each s_0..s_n: [N, n, H], [N, n+1, H] -> [n][n+1]."""
+    off = (states[:, :, None] - wanted[:, None]).norm(dim=-1) / wanted[:, None].norm(dim=-1)  # [N, n, n+1]
+    return [[float(x) for x in row] for row in off.median(0).values]
+
+
 SCENARIOS: dict[str, Callable[[str], dict[str, Any]]] = {
     "tiny": tiny,
     "preempt": preempt,
@@ -370,6 +417,8 @@ SCENARIOS: dict[str, Callable[[str], dict[str, Any]]] = {
     "plain": plain,
     "other_process": other_process,
     "mla": mla,
+    "family_float32": lambda model: family(model, "float32"),
+    "family_bfloat16": lambda model: family(model, "bfloat16"),
 }
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from app.engine.base import Completion
-from app.engine.self_check import NEW_TOKENS, PROMPT_LENGTHS, Probe, check_prompts, find_fault
+from app.engine.self_check import NEW_TOKENS, PROMPT_LENGTHS, Probe, check_prompts, embedded_ids, find_fault
 from app.packaged import packaged_target
 from app.target import TargetHead, inspect_target, load_target_head
 from tests.engine.helpers import reference
@@ -53,6 +53,13 @@ def test_the_prompts_fit_short_engines_and_small_vocabularies() -> None:
     assert [len(p) for p in check_prompts(640, 2048)] == list(PROMPT_LENGTHS)
     assert max(len(p) for p in check_prompts(640, 32)) + NEW_TOKENS < 32
     assert all(0 <= i < 640 for p in check_prompts(640, 2048) for i in p)
+
+
+def test_a_token_without_an_embedding_is_not_asked() -> None:
+    """Padding rows are zero; a gated linear-attention layer leaves their state zero, which is no fault of capture."""
+    rows = torch.ones(8, 4)
+    rows[[0, 3]] = 0.0
+    assert embedded_ids(rows, 6) == [1, 2, 4, 5]
 
 
 def test_right_states_pass(smol: tuple[list[Probe], TargetHead], tiny: Path, tiny_tied: Path) -> None:

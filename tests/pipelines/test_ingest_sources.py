@@ -1,6 +1,7 @@
 """What ingest does with sources: draws, failures, repeats, benchmarks, personal data, tools, thinking, real files."""
 
 import gzip
+import hashlib
 import json
 import random
 import shutil
@@ -13,10 +14,12 @@ import pytest
 from app import rows as row_work
 from app.captured import part_keys
 from app.config import Config
+from app.conversations import canonical
 from app.errors import UserError
 from app.parts import ingest_part_path, read_ingest_part
 from app.pipeline import run_stage, stage_state
 from app.pipelines import ingest
+from app.sources.shapes import to_raw
 from app.target import load_tokenizer
 from tests import templates
 from tests.pipelines.finished import stage, template_file
@@ -111,6 +114,69 @@ def test_what_an_earlier_source_gave_is_not_drawn_again(tiny: Path, tmp_path: Pa
     counts, _, _ = run(config_of(tiny, tmp_path, first, second))
     assert counts["sources"]["second"]["kept"] == 10
     assert counts["sources"]["second"]["rejected"] == {"duplicate": 10}
+
+
+def long_and_short(short: int, long: int) -> list[Row]:
+    """Usable prompts among others that only their tokens show to be too long."""
+    rows = [*prompts(short), *({"prompt": f"{i} {'a ' * 400}"} for i in range(long))]
+    random.Random(7).shuffle(rows)
+    return rows
+
+
+@pytest.mark.parametrize("use", ["regenerate", "as_is"])
+def test_a_draw_gives_what_was_asked_where_so_many_are_usable(
+    tiny: Path, tmp_path: Path, said: pytest.LogCaptureFixture, use: str
+) -> None:
+    rows = long_and_short(40, 60)
+    if use == "as_is":
+        answer = {"role": "assistant", "content": "It is so."}
+        rows = [{"messages": [{"role": "user", "content": r["prompt"]}, answer]} for r in rows]
+    path = str(write_rows(tmp_path / "rows.jsonl", rows))
+    source = {"name": "s", "path": path, "use": use, "max_reject_share": 1}
+    everything = {r["id"] for r in run(config_of(tiny, tmp_path, source))[1]}
+    assert len(everything) == 40
+    for draw, expected in (({"count": 25}, 25), ({"share": 0.5}, 20), ({"count": 40}, 40), ({"count": 41}, 40)):
+        counts, kept, _ = run(config_of(tiny, tmp_path, {**source, **draw}))
+        assert len(kept) == expected and {r["id"] for r in kept} <= everything
+        assert counts["sources"]["s"]["not_drawn"] == 40 - expected
+        ranked = sorted(everything, key=lambda i: hashlib.sha256(f"0:{i}".encode()).digest()[:8])
+        assert {r["id"] for r in kept} == set(ranked[:expected])
+        assert [r["where"] for r in kept] == sorted((r["where"] for r in kept), key=lambda w: int(w.split(":")[1]))
+    assert "s: 41 asked and only 40 found" in said.text and said.text.count("asked and only") == 1
+
+
+def test_a_draw_tops_up_for_repeats_and_benchmark_prompts(tiny: Path, tmp_path: Path) -> None:
+    text = "The mill stands by the river and the wheel turns whenever the water is high, so count the sacks of day"
+    near = [{"prompt": f"{text} {i}"} for i in range(30)]
+    benchmark = [{"prompt": f"Why is mill {i} slow?"} for i in range(30)]
+    plain = [{"prompt": " ".join(random.Random(i).choices("abcdefghijklmnop", k=40))} for i in range(12)]
+    source = {"name": "s", "path": str(write_rows(tmp_path / "r.jsonl", [*near, *benchmark, *plain])), "count": 13}
+    sets = [str(write_rows(tmp_path / "set.jsonl", benchmark))]
+    rules = {"near_duplicates": 0.7, "benchmark_sets": sets, "drop_overlap": True}
+    made = []
+    for workers in (1, 2):
+        counts, kept, rejects = run(config_of(tiny, tmp_path, source, ingest={**rules, "workers": workers}))
+        made.append((counts, kept, rejects))
+        assert counts["kept"] == 13 and counts["rejected"]["benchmark_overlap"] == 30
+        assert sum(json.loads(r["messages"])[0]["content"].startswith(text) for r in kept) == 1
+        known = {r["id"] for r in kept}
+        assert all(r["detail"].split()[-1] in known for r in rejects if r["reason"] == "near_duplicate")
+    assert made[0] == made[1]
+
+
+def test_a_source_that_changes_between_its_readings_is_named(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", prompts(20))
+    read = ingest.read_rows
+
+    def shrinking(*args: Any) -> Any:
+        yield from read(*args)
+        write_rows(path, prompts(3))
+
+    monkeypatch.setattr(ingest, "read_rows", shrinking)
+    with pytest.raises(UserError, match="source rows: it changed between two readings"):
+        run(config_of(tiny, tmp_path, {"path": str(path), "count": 10}))
 
 
 @pytest.mark.parametrize("draw", [{}, {"count": 70}])
@@ -253,6 +319,31 @@ def test_f21_benchmark_prompts_are_counted_listed_and_can_be_left_out(
     assert [r["id"] for r in rejects] == [r["id"] for r in report["rows"]]
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: p / "absent.jsonl", r"nothing is found at .*absent.jsonl .*; check the path"),
+        (lambda p: write_rows(p / "set.jsonl", []), r".*set.jsonl holds no prompt"),
+        (
+            lambda p: write_rows(p / "set.jsonl", [{"messages": [{"role": "system", "content": "x"}]}]),
+            "holds no prompt",
+        ),
+        (lambda p: write_rows(p / "set.jsonl", [{"other": 1}]), r"set.jsonl:1 of .* is no prompt \(unknown_shape\)"),
+        (lambda p: write_rows(p / "set.jsonl", ["{broken"]), r"set.jsonl:1 of .* is no prompt \(bad_json\)"),
+    ],
+)
+def test_a_benchmark_set_that_cannot_be_used_is_named_by_its_setting(
+    tiny: Path, tmp_path: Path, make: Any, words: str
+) -> None:
+    source = {"path": str(write_rows(tmp_path / "rows.jsonl", prompts(3)))}
+    good = str(write_rows(tmp_path / "good.jsonl", prompts(2)))
+    config = config_of(tiny, tmp_path, source, ingest={"benchmark_sets": [good, str(make(tmp_path))]})
+    for does in (run, lambda config: run_stage(stage("ingest"), context(config))):
+        with pytest.raises(UserError, match=rf"\Aingest\.benchmark_sets: .*{words}") as fault:
+            does(config)
+        assert "sources[]" not in str(fault.value) and "\n" not in str(fault.value)
+
+
 def test_a_near_repeat_is_no_kept_row_of_the_overlap(tiny: Path, tmp_path: Path) -> None:
     text = "The mill stands by the river and the wheel turns whenever the water is high, so why is mill 3 slow"
     sets = [str(write_rows(tmp_path / "set.jsonl", [{"prompt": f"{text}?"}]))]
@@ -263,9 +354,12 @@ def test_a_near_repeat_is_no_kept_row_of_the_overlap(tiny: Path, tmp_path: Path)
 
 
 PERSONAL = {
-    "email": ["jane.doe+x@mail.example.org", "JANE@EXAMPLE.ORG"],
+    "email": ["jane.doe+x@mail.example.org", "JANE@EXAMPLE.ORG", "user@münchen.de", "jörg@example.org",
+        "用户@例子.公司", "почта@пример.рф", "o'neil+x@example.com",
+    ],
     "phone": [
         "+14155550123", "(415) 555-0123", "415-555-0123", "+33 6 12 34 56 78", "06 12 34 56 78", "+49 170 1234567",
+        "0228/5551234", "0228 / 555 12 34",
     ],
     "key": [
         "sk-abcdefghijklmnopqrstuv1234", "hf_abcdefghijklmnopqrstuvwx", "AKIAABCDEFGHIJKLMNOP",
@@ -329,6 +423,45 @@ def test_personal_data_is_in_no_stored_byte(tiny: Path, tmp_path: Path, kind: st
         assert call["arguments"] == {"to": f"\n[{kind}]", "all": [f"[{kind}]"]}
         if not value.isdigit():  # a bare number there has no quotes
             json.loads(json.loads(kept[3]["messages"])[2]["content"])
+
+
+@pytest.mark.parametrize("kind", list(PERSONAL))
+def test_answers_taken_as_they_are_are_redacted_before_masks_are_made(tiny: Path, tmp_path: Path, kind: str) -> None:
+    """No id, part or reject says what stood there, and the mask holds the answers as they are stored."""
+    for number, value in enumerate(PERSONAL[kind]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        talk = [
+            {"role": "user", "content": f"Ask {value}"},
+            {"role": "assistant", "content": f"I asked {value}, and\n{value} said no."},
+            {"role": "user", "content": "Again"},
+            {"role": "assistant", "content": value},
+        ]
+        clean = json.loads(json.dumps(talk, ensure_ascii=False).replace(json.dumps(value)[1:-1], f"[{kind}]"))
+        clean = [{**m, "content": str(m["content"]).replace(value, f"[{kind}]")} for m in clean]
+        rows: list[Row] = [
+            {"messages": talk},
+            {"messages": clean},  # the same, once it is redacted
+            {"messages": [talk[0], {"role": "assistant", "content": f"{value} {'a ' * 400}"}]},
+            {"messages": [*talk[:3], {"role": value, "content": value}]},
+            {"messages": talk[:1]},
+        ]
+        source = {"name": "t", "path": str(write_rows(folder / "r.jsonl", rows)), "use": "as_is", "max_reject_share": 1}
+        config = config_of(tiny, folder, source, ingest={"redact": [kind], "over": "drop"})
+        _, [kept], rejects = run(config)
+        assert [(r["reason"], r["id"] == kept["id"]) for r in rejects] == [
+            ("duplicate", True), ("too_long", False), ("unknown_role", False), ("no_target_turn", False),
+        ]  # fmt: skip
+        assert json.loads(kept["messages"]) == clean
+        tokenizer = load_tokenizer(tiny)
+        spans = [text for request in kept["requests"] for text in supervised(tokenizer, request)]
+        assert spans == [f"{m['content']}<|im_end|>" for m in clean if m["role"] == "assistant"]
+        given, made = (canonical(to_raw({"messages": m}, {}), None, "as_is").id("as_is") for m in (talk, clean))
+        assert kept["id"] == made != given
+        stored = [p.read_bytes().decode("utf-8", "replace") for p in (folder / "run").rglob("*") if p.is_file()]
+        stored += [json.dumps(kept, ensure_ascii=False), tokenizer.decode(kept["requests"][0]["prompt_ids"])]
+        lines = [v for v in value.split("\n") if "PRIVATE KEY" not in v]
+        assert not [(v, text) for v in lines for text in stored if v in text]
 
 
 def test_what_is_not_personal_stays(tiny: Path, tmp_path: Path) -> None:
@@ -415,6 +548,48 @@ TOOL_TALK = {
     ],
     "tools": [TOOL],
 }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Answer me.{% if add_generation_prompt %}<|im_start|>{% endif %}", "renders the same text whatever"),
+        (
+            templates.PLAIN.replace("m['content']", "m['content'][:4]"),
+            "leaves out what the user says",
+        ),
+        (templates.PLAIN.replace("{% for m in messages %}", "{% for m in messages[-1:] %}"), "the user turns before"),
+        (templates.PLAIN.replace("m['content']", "m['content'] | upper"), None),
+        (templates.STRICT, None),
+        ("{{ raise_exception('never') }}", None),
+    ],
+)
+def test_a_template_that_ignores_the_messages_is_told_of(
+    tiny: Path, tmp_path: Path, said: pytest.LogCaptureFixture, text: str, words: str | None
+) -> None:
+    source = {"path": str(write_rows(tmp_path / "r.jsonl", prompts(3))), "max_reject_share": 1}
+    config = config_of(tiny, tmp_path, source, target__chat_template=template(tmp_path, text))
+    if "never" in text:
+        with pytest.raises(UserError, match="no row of r can be used"):
+            run(config)
+    else:
+        run(config)
+    told = [r.getMessage() for r in said.records if "the target's chat template" in r.getMessage()]
+    assert len(told) == (words is not None) and (words or "") in "".join(told)
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_template_that_ignores_system_prompts_is_told_of_where_there_are_some(
+    tiny: Path, tmp_path: Path, said: pytest.LogCaptureFixture, role: str
+) -> None:
+    text = templates.PLAIN.replace("{% for m in messages %}", "{% for m in messages if m['role'] != '" + role + "' %}")
+    rows = [{"messages": [{"role": role, "content": "Be brief."}, {"role": "user", "content": "Hi"}]}]
+    for number, given in enumerate((rows, prompts(2))):
+        said.clear()
+        source = {"name": "t", "path": str(write_rows(tmp_path / "r.jsonl", given))}
+        run(config_of(tiny, tmp_path, source, target__chat_template=template(tmp_path, text)))
+        words = f"t: the target's chat template leaves out what {role} messages say, and the source has"
+        assert (f"{words} 1" in said.text) == (words in said.text) == (number == 0)
 
 
 @pytest.mark.parametrize("use", ["regenerate", "as_is"])

@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 
 from app.config import SourceConfig
 from app.sources.hub import dataset_files
-from app.sources.readers import SourceError
+from app.sources.locate import SourceError
 
 CONVERTED = "refs/convert/parquet"
 

@@ -16,7 +16,8 @@ import pytest
 
 from app.config import SourceConfig
 from app.errors import RowError
-from app.sources.readers import SourceError, read_rows, source_digest
+from app.sources.locate import Listing, SourceError, source_digest
+from app.sources.readers import read_rows
 
 ROWS = [{"prompt": "one", "n": 1}, {"prompt": "zwei ü", "n": None}, {"prompt": "三", "n": 3}]
 
@@ -227,6 +228,21 @@ def test_a_large_list_streams(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert count == 60_000
     assert peak < size / 3
+
+
+def test_a_listing_looks_once_and_what_it_saw_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl(ROWS))
+    listing, folder = Listing(), source(tmp_path)
+    first = listing.files(folder)
+    (tmp_path / "b.jsonl").write_bytes(jsonl(ROWS))
+    assert listing.files(folder) is first and len(first) == 1
+    assert len(list(read_rows(folder, first))) == len(ROWS)
+    assert len(list(read_rows(folder))) == 2 * len(ROWS)
+    assert source_digest(folder, first) != source_digest(folder)
+    assert len(listing.files(source(tmp_path / "b.jsonl"))) == 1
+    for _ in range(2):
+        with pytest.raises(SourceError):
+            listing.files(source(tmp_path / "absent.jsonl"))
 
 
 def test_the_digest_follows_the_content(tmp_path: Path) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from app.codecs import Encoded, decoded, encode
 from app.errors import UserError
 from app.train.alignment import pack
-from app.train.data import StepLoader, StepPlan, cut
-from tests.train.debug import Length, ListSource, make_sample, span_mask
+from app.train.data import StepLoader, StepPlan, cut, on_device
+from app.train.loss import UnrolledLoss
+from tests.test_codecs import tensors
+from tests.train.debug import FakeSample, Length, ListSource, debug_draft, debug_head, make_sample, span_mask
 
 
 def mixed_lengths(n: int = 101) -> list[Length]:
@@ -119,3 +123,63 @@ def test_packs_keep_the_samples_own_values() -> None:
     (step,) = StepLoader(source, plan, 2).steps(0, 1)
     expected = torch.cat([source[i].aux[:10] for i in step.samples])
     assert torch.equal(step.packs[0].aux, expected)
+
+
+def stored(sample: FakeSample, codec: str) -> FakeSample:
+    """`sample` as a reader gives it from a part in `codec`."""
+    aux = encode(sample.aux.view(len(sample.aux), 3, -1), codec)
+    return replace(sample, aux=aux, teacher=encode(sample.teacher.unsqueeze(1), codec))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
+def test_packs_carry_encoded_states_and_the_loss_is_that_of_their_values(codec: str) -> None:
+    samples = [make_sample(span_mask(20, [(3, 20)]), seed=i) for i in range(6)]
+    kept = [stored(s, codec) for s in samples]
+    values = [replace(s, aux=decoded(s.aux), teacher=decoded(s.teacher)) for s in kept]
+    plan = StepPlan(ListSource(kept).infos, 10**6, seed=0, max_tokens=15)
+    head = debug_head()
+    losses = []
+    for source in (kept, values):
+        (step,) = StepLoader(ListSource(source), plan, 2, tokens_per_pass=45).steps(0, 1)
+        assert len(step.packs) == 2
+        assert all(isinstance(p.aux, Encoded) is isinstance(p.teacher, Encoded) is (source is kept) for p in step.packs)
+        elsewhere = step.packs[0].to("meta")  # as on a GPU: every tensor of it moves
+        assert all(t.is_meta for s in (elsewhere.aux, elsewhere.teacher) for t in tensors(s))
+        moved = next(iter(on_device(iter([step]), torch.device("cpu"))))
+        loss = UnrolledLoss(debug_draft(head), head, 2, 0.8, torch.float32, False)
+        losses.append([float(loss(p.to("cpu"))[0].detach()) for p in moved.packs])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_encoded_packs_reach_the_gpu_as_they_are() -> None:
+    kept = [stored(make_sample(span_mask(20, [(3, 20)]), seed=i), "fp8") for i in range(6)]
+    plan = StepPlan(ListSource(kept).infos, 60, seed=0, max_tokens=512)
+    device = torch.device("cuda")
+    there = list(on_device(StepLoader(ListSource(kept), plan, 2, pin=True).steps(0, 2), device))
+    here = list(StepLoader(ListSource(kept), plan, 2).steps(0, 2))
+    for a, b in zip((p for s in there for p in s.packs), (p for s in here for p in s.packs), strict=True):
+        assert isinstance(a.aux, Encoded) and a.aux.data.is_cuda
+        assert torch.equal(decoded(a.aux).cpu(), decoded(b.aux))
+
+
+def test_a_step_mixes_parts_of_several_codecs() -> None:
+    samples = [make_sample(span_mask(20, [(3, 20)]), seed=i) for i in range(3)]
+    mixed = [samples[0], stored(samples[1], "fp8"), stored(samples[2], "int4")]
+    packed = pack(mixed, 2)
+    assert torch.equal(decoded(packed.aux), torch.cat([decoded(s.aux)[:18] for s in mixed]))
+
+
+def test_samples_are_read_at_once_and_keep_their_order() -> None:
+    """The first one read waits for another: alone it would never come."""
+    source = ListSource([make_sample(span_mask(20, [(3, 20)]), seed=i) for i in range(4)])
+    plan = StepPlan(source.infos, 10**6, seed=0, max_tokens=512)
+    together = threading.Barrier(2, timeout=30)
+
+    class Slow(ListSource):
+        def __getitem__(self, index: int) -> Any:
+            together.wait()
+            return self.samples[index]
+
+    (step,) = StepLoader(Slow(source.samples), plan, 2).steps(0, 1)
+    assert torch.equal(step.packs[0].aux, torch.cat([source[i].aux[:18] for i in step.samples]))  # type: ignore[arg-type]
