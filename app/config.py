@@ -161,7 +161,7 @@ class GenerateConfig(Section):
     max_num_seqs: int = Field(64, gt=0, description="requests decoded at once per engine")
     parts_in_flight: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(
         "auto",
-        description="parts an engine works on at once, so that it never drains; auto: by max_num_seqs, at least 2",
+        description="parts an engine works on at once, so that it never drains; auto: rows for two batches, at least 2",
     )
     enforce_eager: bool = Field(False, description="no CUDA graphs and no compile (always on without GPUs)")
     kv_cache_gib: float = Field(2.0, gt=0, description="GiB of KV cache, CPU engines only")
@@ -363,7 +363,11 @@ class StorageConfig(Section):
         description="fsspec options of the run folder, endpoint_url say; never put keys here",
     )
     lease_timeout_s: float = Field(60, gt=0, description="seconds after which a silent driver on another host is dead")
-    verify: Literal["checksum", "size"] = Field("checksum", description="how committed parts are verified on resume")
+    verify: Literal["checksum", "size"] = Field(
+        "checksum",
+        description="how committed parts are verified on resume; size: parts wait for the disk, since after a power"
+        " failure a file of the right size may hold nothing",
+    )
     keep_states: Literal["always", "until_trained", "until_done"] = Field(
         "always",
         description="until_trained: a part's states go once the draft is trained, those of held-out conversations once"

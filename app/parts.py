@@ -12,12 +12,14 @@ given up for dead can never overwrite what another has committed.
 
 from __future__ import annotations
 
+import hashlib
+import io
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +31,7 @@ from app.codecs import States, encode
 from app.errors import UserError
 from app.runfolder import sealed, unsealed
 from app.states import CONVENTION, StatesFile, write_states
-from app.storage import Store, explained, file_sha256
+from app.storage import Store, explained
 
 PARTS = "generate/parts"
 FORMAT_VERSION = 2
@@ -194,13 +196,22 @@ def write_part(
         ValueError: states are not those of their row.
     """
     codec = entry.get("codec", "bf16")
-    samples: list[tuple[States, States]] = []
+    samples = []
     for row, state in zip(rows, states, strict=True):
         if len(state) != len(row["loss_mask"]) - 1:
             raise ValueError(f"sample {row['sample_id']}: {len(state)} states for {len(row['loss_mask'])} tokens")
-        positions = teacher_positions(torch.tensor(row["loss_mask"], dtype=torch.bool))  # [S]
-        samples.append((encode(state[:, :3], codec), encode(state[positions, 3:], codec)))  # [T-1, 3H], [S, H]
-    return _commit(store, entry, rows, samples)
+        samples.append(stored_states(state, row["loss_mask"], codec))
+    return commit_part(store, entry, rows, samples)
+
+
+def stored_states(states: Tensor, loss_mask: Sequence[bool], codec: str) -> tuple[States, States]:
+    """What is kept of a sample's states [T-1, 4, H]: the auxiliary rows [T-1, 3H], and the teacher's [S, H].
+
+    Raises:
+        UserError: the codec cannot hold them.
+    """
+    positions = teacher_positions(torch.tensor(loss_mask, dtype=torch.bool))  # [S]
+    return encode(states[:, :3], codec), encode(states[positions, 3:], codec)
 
 
 def remove_conversations(store: Store, entry: PartEntry, ids: set[str], key: str) -> PartEntry:
@@ -227,7 +238,7 @@ def remove_conversations(store: Store, entry: PartEntry, ids: set[str], key: str
         },
         "finish_reasons": dict(finishes),
     }
-    done = _commit(store, left, rows, samples, entry.files["states"] if entry.cleaned else None)
+    done = commit_part(store, left, rows, samples, entry.files["states"] if entry.cleaned else None)
     for kind, file in entry.files.items():
         if file["name"] != done.files[kind]["name"]:
             store.forget_copy(f"{PARTS}/{file['name']}")
@@ -252,11 +263,18 @@ def _stored_samples(store: Store, entry: PartEntry, rows: list[dict[str, Any]]) 
     return [(file.rows("aux", a, a + length), file.rows("teacher", t, t + count)) for a, length, t, count in places]
 
 
-def _commit(
+def commit_part(
     store: Store, entry: dict[str, Any], rows: list[dict[str, Any]], samples: Sequence[tuple[States, States]],
-    cleaned: dict[str, Any] | None = None,
+    cleaned: dict[str, Any] | None = None, sync: bool = True,
 ) -> PartEntry:  # fmt: skip
-    """Write the data files of a part, then its entry; the states not where they are `cleaned`, a file that was."""
+    """Write the data files of a part, then its entry; the states not where they are `cleaned`, a file that was.
+
+    Without `sync` a local disk may still be taking the states when this returns: a killed process loses nothing by
+    that, and after a power failure the checksum tells that the part is to be made again.
+
+    Raises:
+        UserError: the store is full or cannot be reached.
+    """
     hidden, name = int(entry["hidden_size"]), part_name(entry["part"])
     entry = {"codec": "bf16", "compression": "none", "record": {}, **entry, "format_version": FORMAT_VERSION}
     about = {
@@ -267,9 +285,9 @@ def _commit(
         "codec": entry["codec"],
         "compression": entry["compression"],
     }
-    files = {"rows": _commit_file(store, name, "parquet", lambda p: pq.write_table(_sample_table(rows, samples), p))}
+    files = {"rows": _commit_file(store, name, "parquet", lambda f: pq.write_table(_sample_table(rows, samples), f))}
     files["states"] = cleaned or _commit_file(
-        store, name, "safetensors", lambda p: write_states(p, samples, hidden, about)
+        store, name, "safetensors", lambda f: write_states(f, samples, hidden, about), sync
     )
     done = PartEntry(**{**entry, "samples": len(rows), "files": files})
     write_entry(store, done)
@@ -283,7 +301,14 @@ def _sample_table(rows: list[dict[str, Any]], samples: Sequence[tuple[States, St
         places = {"aux_start": aux_start, "teacher_start": teacher_start, "teacher_rows": len(teacher)}
         full.append({**row, **places, "num_tokens": len(row["prompt_ids"]) + len(row["answer_ids"])})
         aux_start, teacher_start = aux_start + len(aux), teacher_start + len(teacher)
-    return pa.Table.from_pylist(full, SAMPLE_SCHEMA)
+    # Column by column: Arrow takes nested Python lists apart value by value, and the engine waits meanwhile.
+    columns = [
+        _lists([np.asarray(row[f.name]) for row in full], f.type.value_type)
+        if pa.types.is_list(f.type)
+        else pa.array([row[f.name] for row in full], f.type)
+        for f in SAMPLE_SCHEMA
+    ]
+    return pa.Table.from_arrays(columns, schema=SAMPLE_SCHEMA)
 
 
 def write_entry(store: Store, entry: PartEntry) -> None:
@@ -291,18 +316,35 @@ def write_entry(store: Store, entry: PartEntry) -> None:
     store.write_json(f"{PARTS}/{part_name(entry.part)}.json", sealed(entry.__dict__))
 
 
-def _commit_file(store: Store, name: str, suffix: str, write: Any) -> dict[str, Any]:
+class _Hashed(io.RawIOBase):
+    """Writes on to `file` and takes the checksum of what passes, so that nothing is read again for it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.sha256, self.size = file, hashlib.sha256(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        self._file.write(data)
+        self.size += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+
+def _commit_file(store: Store, name: str, suffix: str, write: Any, sync: bool = True) -> dict[str, Any]:
     """Write a data file beside its place, then name it by its checksum."""
     scratch = store.scratch() / f"{name}.{suffix}.tmp-{torch.randint(1 << 62, (1,)).item():x}"
     try:
-        with explained(store.url):
-            write(scratch)
-        digest, size = file_sha256(scratch), scratch.stat().st_size
+        with explained(store.url), open(scratch, "wb") as file:
+            hashed = _Hashed(file)
+            write(hashed)
+        digest = hashed.sha256.hexdigest()
         final = f"{name}-{digest[:8]}.{suffix}"
-        store.put(scratch, f"{PARTS}/{final}")
+        store.put(scratch, f"{PARTS}/{final}", sync)
     finally:
         Path(scratch).unlink(missing_ok=True)
-    return {"name": final, "size": size, "sha256": digest}
+    return {"name": final, "size": hashed.size, "sha256": digest}
 
 
 def read_entry(store: Store, part: int) -> PartEntry | None:

@@ -41,14 +41,14 @@ class _Piece:
 
     dtype: str
     shape: list[int]
-    data: list[Any]  # bytes, or arrays of bytes
+    data: list[Any]  # bytes, or tensors; rows of a wider tensor are gathered as they are written, one sample at a time
 
     @property
     def size(self) -> int:
-        return sum(map(len, self.data))
+        return sum(d.nbytes if isinstance(d, Tensor) else len(d) for d in self.data)
 
 
-def write_states(path: Path, samples: Sequence[tuple[States, States]], hidden: int, about: dict[str, Any]) -> None:
+def write_states(file: BinaryIO, samples: Sequence[tuple[States, States]], hidden: int, about: dict[str, Any]) -> None:
     """Write the states of `samples`: per sample its rows of `aux` and of `teacher`, all in the codec of `about`.
 
     Args:
@@ -63,15 +63,14 @@ def write_states(path: Path, samples: Sequence[tuple[States, States]], hidden: i
         parts = [sample[place] for sample in samples] or [encode(none, about["codec"])]
         stored = [p.tensors() if isinstance(p, Encoded) else {"": p} for p in parts]
         for ending in stored[0]:
-            tensors = [s[ending].contiguous() for s in stored]
+            tensors = [s[ending] for s in stored]
             dtype = torch.float8_e4m3fn if ending == "" and about["codec"] == "fp8" else None
             pieces[kind + ending] = _plain(tensors, dtype)
         values[kind] = {"dtype": pieces[kind].dtype, "shape": pieces[kind].shape, "width": states * hidden}
         if about["compression"] != "none":
             packed, frames = _frames(pieces.pop(kind), [s[""] for s in stored], about["compression"])
             pieces[f"{kind}.zstd"], pieces[f"{kind}.frames"] = packed, frames
-    with open(path, "wb") as file:
-        _write(file, pieces, {"draftmill": json.dumps({**about, "values": values})})
+    _write(file, pieces, {"draftmill": json.dumps({**about, "values": values})})
 
 
 def _sample_table(samples: Sequence[tuple[States, States]]) -> _Piece:
@@ -81,13 +80,13 @@ def _sample_table(samples: Sequence[tuple[States, States]]) -> _Piece:
 
 
 def _table(tensor: Tensor) -> _Piece:
-    return _Piece("I64", list(tensor.shape), [_bytes_of(tensor)])
+    return _Piece("I64", list(tensor.shape), [tensor])
 
 
 def _plain(tensors: list[Tensor], dtype: torch.dtype | None) -> _Piece:
     first = tensors[0]
     shape = [sum(map(len, tensors)), *first.shape[1:]]
-    return _Piece(_NAMES[dtype or first.dtype], shape, [_bytes_of(t) for t in tensors if t.numel()])
+    return _Piece(_NAMES[dtype or first.dtype], shape, [t for t in tensors if t.numel()])
 
 
 def _bytes_of(tensor: Tensor) -> Any:
@@ -126,7 +125,7 @@ def _write(file: BinaryIO, pieces: dict[str, _Piece], metadata: dict[str, str]) 
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
         for data in pieces[name].data:
-            file.write(data)
+            file.write(_bytes_of(data) if isinstance(data, Tensor) else data)
 
 
 class StatesFile:

@@ -133,8 +133,8 @@ class Store:
     def write_json(self, path: str, data: Any) -> None:
         self.write_bytes(path, (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode())
 
-    def put(self, local: Path, path: str) -> None:
-        """Move a finished local file to `path`, all or nothing.
+    def put(self, local: Path, path: str, sync: bool = True) -> None:
+        """Move a finished local file to `path`, all or nothing; without `sync` a local disk takes it in its own time.
 
         Raises:
             UserError: as `write_bytes`.
@@ -153,7 +153,10 @@ class Store:
                 local.unlink()
                 local = temp
             with open(local, "rb") as handle:
-                os.fsync(handle.fileno())
+                if sync:
+                    os.fsync(handle.fileno())
+                else:
+                    os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # begin to write it out
             os.replace(local, full)
             _sync_folder(folder)
 

@@ -88,8 +88,8 @@ def main() -> None:
     made.add_argument("data", type=Path)
     made.add_argument("--run-dir", required=True)
     args, overrides = made.parse_known_args()
-    Path(args.run_dir).mkdir(parents=True, exist_ok=True)
-    config = Path(args.run_dir) / "all-data.yaml"
+    Path(args.run_dir).parent.mkdir(parents=True, exist_ok=True)
+    config = Path(args.run_dir).with_suffix(".yaml")
     config.write_text(yaml.safe_dump(config_of(args.data, args.run_dir)))
     draftmill("ingest", config, overrides)
     watch = GpuWatch()

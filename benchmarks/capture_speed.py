@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from app.engine.base import EngineSpec
+from app.engine.base import Completion, EngineSpec, Request
 from benchmarks.capture_gpu import prompts_of, run_captured, run_plain, start_plain
 
 MODES = ("plain", "auxiliary", "shards", "prefill", "stock")
@@ -84,7 +84,7 @@ TINY = {
     "max_position_embeddings": 1024,
 }
 SHAPES = {"llama": ("llama", LLAMA_8B), "mla": ("deepseek_v3", MLA), "tiny": ("llama", TINY)}
-SIZES = {"requests": 512, "prompt-tokens": 256, "new-tokens": 512, "concurrent": 256, "rounds": 2, "rows-per-part": 64}
+SIZES = {"requests": 512, "prompt-tokens": 256, "new-tokens": 512, "concurrent": 256, "rounds": 2, "rows-per-part": 32}
 TINY_SIZES = {"requests": 12, "prompt-tokens": 20, "new-tokens": 16, "concurrent": 8, "rounds": 1, "rows-per-part": 4}
 
 
@@ -176,6 +176,7 @@ def run_shards(worker: Any, parts: range, in_flight: int) -> int:
 def shards_mode(model: str, args: argparse.Namespace) -> dict[str, Any]:
     from app.engine.part_worker import PartWorker
     from app.parts import ingest_table, write_ingest_part
+    from app.pipelines.generate import parts_in_flight
     from app.storage import Store
 
     folder = tempfile.mkdtemp(prefix="capture-speed-", dir=args.out)
@@ -194,20 +195,35 @@ def shards_mode(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
     write(0, prompts[: args.concurrent], 8)
     run_shards(worker, range(-(-args.concurrent // per_part)), 2)
-    in_flight = -(-args.concurrent // per_part) + 2  # so that the engine never drains at a part's end
+    in_flight = parts_in_flight(config_of(args, model, folder))
     seconds, tokens = [], 0
+    last_answer = watch_answers(worker._engine)
     for number in range(args.rounds):
         first = (number + 1) * 1000
         write(first, prompts, args.new_tokens)
         started = time.perf_counter()
         tokens = run_shards(worker, range(first, first + parts), in_flight)
         seconds.append(time.perf_counter() - started)
-        print(f"shards: {seconds[-1]:.2f} s, {tokens} tokens", file=sys.stderr, flush=True)
+        after = time.perf_counter() - last_answer[0]
+        print(f"shards: {seconds[-1]:.2f} s, {after:.2f} of them after the last answer", file=sys.stderr, flush=True)
         size = sum(p.stat().st_size for p in Path(folder, "generate/parts").iterdir())
         if number + 1 < args.rounds:
             shutil.rmtree(Path(folder, "generate/parts"))
     shutil.rmtree(folder)
     return {"seconds": seconds, "tokens": tokens, "bytes": size}
+
+
+def watch_answers(engine: Any) -> list[float]:
+    """A list whose one value is when the engine last answered."""
+    last, complete = [0.0], engine.complete
+
+    async def timed(request: Request) -> Completion:
+        done: Completion = await complete(request)
+        last[0] = time.perf_counter()
+        return done
+
+    engine.complete = timed
+    return last
 
 
 def _row(number: int, prompt: list[int], limit: int) -> dict[str, Any]:

@@ -123,7 +123,8 @@ def measure(
         made.append(_commit(out, entry, plain, codec, compression))
         path = out.scratch() / "states"
         about = {"codec": codec, "compression": compression}
-        _, found.write_s = _timed(partial(write_states, path, samples, entry.hidden_size, about), found.write_s)
+        with open(path, "wb") as file:
+            _, found.write_s = _timed(partial(write_states, file, samples, entry.hidden_size, about), found.write_s)
         path.unlink()
         found.plain += sum(a.nbytes + t.nbytes for _, a, t in plain)
         found.stored += int(made[-1].files["states"]["size"])

@@ -265,3 +265,18 @@ def test_one_sentence_says_what_was_chosen_and_why(tiny: Path, tmp_path: Path) -
     result = draftmill("generate", str(save_config(config, tmp_path / "c.yaml")))
     assert result.returncode == 0, result.stderr
     assert "generate: 1 engine(s) of 1 CPU engine (no GPU: engines on CPUs)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "rows_per_part", "parts"), [(64, 64, 2), (48, 40, 3), (256, 32, 16), (8, 64, 2)]
+)
+def test_f31_the_parts_in_flight_hold_rows_for_two_batches(max_num_seqs: int, rows_per_part: int, parts: int) -> None:
+    config = parse_config(
+        {
+            "sources": [{"path": "x"}],
+            "generate": {"max_num_seqs": max_num_seqs},
+            "storage": {"rows_per_part": rows_per_part},
+        },
+        "test",
+    )
+    assert generate.parts_in_flight(config) == parts

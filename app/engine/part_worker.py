@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from app.answers import Answer, calls_in, history_message, read_answer, recorded_calls
 from app.budget import STOP
+from app.codecs import States
 from app.conversations import turns_to_answer
 from app.engine import warden
 from app.engine.base import Completion, Engine, EngineError, EngineSpec, Request
@@ -26,15 +25,16 @@ from app.engine.factory import start_engine
 from app.engine.patience import persistently
 from app.engine.progress import RowCounter, UnderWay
 from app.engine.row_checks import check_states
-from app.engine.spot_check import sample_to_check, states_differ
+from app.engine.spot_check import sample_to_check, stored_differ
 from app.errors import RowError, UserError
 from app.masks import check_prompt_length
-from app.parts import PartEntry, read_ingest_part, write_part
+from app.parts import PartEntry, commit_part, read_ingest_part, stored_states
 from app.record import engine_version
 from app.storage import Store
 from app.target import Renderer, TargetInfo, load_tokenizer
 
-Samples = list[tuple[dict[str, Any], Tensor]]  # SAMPLE_SCHEMA row, states [T-1, 4, H]
+Stored = tuple[States, States]  # of a sample: auxiliary rows [T-1, 3H], the teacher's [S, H]
+Samples = list[tuple[dict[str, Any], Stored]]  # SAMPLE_SCHEMA row, what is kept of its states
 Answered = tuple[Samples, RowError | None]  # of one conversation
 
 
@@ -58,6 +58,7 @@ class WorkerConfig:
     max_attempts: int
     spot_check: bool = True
     codec: str = "bf16"  # of the stored states
+    sync: bool = True  # a part is on the disk before it counts
     compression: str = "none"
     record: dict[str, Any] = field(default_factory=dict)  # app/record.py
     board: Any = None  # handle of the actor that hears of rows under way (app/engine/progress.py)
@@ -133,7 +134,7 @@ class PartWorker:
             if self._config.spot_check:
                 await self._spot_check(part, key, results)
         kept_rows: list[dict[str, Any]] = []
-        states: list[Tensor] = []
+        states: list[Stored] = []
         rejects: list[dict[str, str]] = []
         cut_short: list[dict[str, str]] = []
         bad_states: list[str] = []
@@ -150,9 +151,9 @@ class PartWorker:
                 if error.reason == "bad_states":
                     bad_states.append(f"row {row['id']}: {error.detail}")
             conversations += bool(samples)
-            for sample, state in samples:
+            for sample, stored in samples:
                 kept_rows.append(sample)
-                states.append(state)
+                states.append(stored)
         if len(bad_states) > self._config.max_bad_rows:
             raise UserError(
                 f"part {part}: the captured states of {len(bad_states)} rows fail their checks ({bad_states[0]});"
@@ -183,7 +184,9 @@ class PartWorker:
         if conversations + sum(1 for r in rejects) != len(rows):
             raise RuntimeError(f"part {part}: {len(rows)} rows in, {conversations} kept, {len(rejects)} rejected")
         return await asyncio.to_thread(
-            persistently, lambda: write_part(self._store, entry, kept_rows, states), self._store.url
+            persistently,
+            lambda: commit_part(self._store, entry, kept_rows, states, sync=self._config.sync),
+            self._store.url,
         )
 
     async def _answer_groups(self, part: int, rows: list[dict[str, Any]], record: AttemptRecord) -> list[Answered]:
@@ -220,7 +223,7 @@ class PartWorker:
         owners = [(row, *made) for row, (samples, _) in enumerate(results) for made in samples]
         if not owners:
             return
-        row, sample, captured = owners[sample_to_check([sample for _, sample, _ in owners], key)]
+        row, sample, stored = owners[sample_to_check([sample for _, sample, _ in owners], key)]
         request = Request(f"{sample['sample_id']}-check", sample["prompt_ids"], 1, {}, sample["answer_ids"])
         try:
             alone = await self._complete(request)
@@ -228,7 +231,7 @@ class PartWorker:
             results[row] = ([], RowError("not_checked", f"its states could not be computed again: {error.detail}"))
             return
         layers = (*self._config.spec.aux_layer_ids, self._config.spec.num_layers)
-        fault = states_differ(captured, alone.states, len(sample["prompt_ids"]), layers)
+        fault = await asyncio.to_thread(stored_differ, stored, alone.states, sample, layers)
         if fault is not None:
             raise UserError(
                 f"part {part}: the states captured for {sample['sample_id']} are not those that its tokens give alone"
@@ -261,7 +264,8 @@ class PartWorker:
             history = [*history, history_message(answer, given.recorded, same_calls)]
             mask = [False] * len(prompt) + [True] * len(done.answer_ids)
             cut = done.finish_reason == "length"
-            samples.append((self._sample(row, turn, history, request, done, mask, kwargs, cut), done.states))
+            sample = self._sample(row, turn, history, request, done, mask, kwargs, cut)
+            samples.append((sample, await self._stored(done, mask)))
             follows = turns[turn + 1].inputs[0] if turn + 1 < len(turns) else None
             if follows is not None and follows["role"] == "tool" and not same_calls:
                 raise RowError("tool_call_differs", f"turn {turn}: the recorded tool result answers another call")
@@ -296,7 +300,11 @@ class PartWorker:
             done = await self._complete(request)
             mask = list(r["loss_mask"])
             sample = self._sample(row, number, messages, request, done, mask, kwargs, bool(r["truncated"]))
-            samples.append((sample, done.states))
+            samples.append((sample, await self._stored(done, mask)))
+
+    async def _stored(self, done: Completion, mask: list[bool]) -> Stored:
+        """What is kept of the states, in the codec; row by row, so that a part's end has little left to do."""
+        return await asyncio.to_thread(stored_states, done.states, mask, self._config.codec)
 
     async def _complete(self, request: Request) -> Completion:
         try:
@@ -307,7 +315,8 @@ class PartWorker:
         expected = len(request.prompt_ids) + len(done.answer_ids) - 1
         if len(done.states) != expected:
             raise RowError("bad_states", f"{len(done.states)} states for {expected + 1} tokens")
-        fault = check_states(done.states, (*self._config.spec.aux_layer_ids, self._config.spec.num_layers))
+        layers = (*self._config.spec.aux_layer_ids, self._config.spec.num_layers)
+        fault = await asyncio.to_thread(check_states, done.states, layers)  # a wave of rows often ends at once
         if fault is not None:
             raise RowError("bad_states", fault)
         return done

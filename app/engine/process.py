@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import sys
 import warnings
 
 
@@ -34,6 +35,10 @@ def prepare_process(cpu_threads: int | None = None) -> None:
     if on_gpu:
         # To ask torch for GPUs, as above, rules out CUDA in forked workers.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        # Beside the thread that drives the GPU many others check, encode and write states: each on one core, and
+        # none that holds the interpreter's lock for long.
+        torch.set_num_threads(1)
+        sys.setswitchinterval(0.0005)  # seconds
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("torch._library").setLevel(logging.ERROR)
     if not on_gpu:

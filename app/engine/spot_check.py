@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.codecs import States, decoded
+from app.parts import teacher_positions
+
 # Relative error of a position between two ways to compute it. bf16 in another batch: 0.02 at most. States of another
 # row, or of the position beside: 0.5 to 1.2 at all but the positions of a prompt they share.
 TOLERANCE = 0.25
@@ -22,6 +25,17 @@ def sample_to_check(samples: Sequence[dict[str, Any]], key: str) -> int:
         return hashlib.sha256(f"{key}:{samples[index]['sample_id']}".encode()).hexdigest()
 
     return min(range(len(samples)), key=rank)
+
+
+def stored_differ(
+    stored: tuple[States, States], alone: Tensor, sample: dict[str, Any], layer_ids: Sequence[int]
+) -> str | None:
+    """How what is stored of a sample differs from its states made alone [T-1, 4, H], or None."""
+    aux, teacher = (decoded(s) for s in stored)
+    positions = teacher_positions(torch.tensor(sample["loss_mask"], dtype=torch.bool))  # [S]
+    return states_differ(
+        aux.view(len(aux), 3, -1), alone[:, :3], len(sample["prompt_ids"]), layer_ids[:3]
+    ) or states_differ(teacher.unsqueeze(1), alone[positions, 3:], 1, layer_ids[3:])
 
 
 def states_differ(captured: Tensor, alone: Tensor, prompt: int, layer_ids: Sequence[int]) -> str | None:

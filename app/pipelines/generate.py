@@ -208,11 +208,12 @@ def _engines(ctx: StageContext, parts: int) -> tuple[Engines, bool]:
 
 
 def parts_in_flight(config: Config) -> int:
-    """Parts an engine works on at once: as many as fill its batch, and one that is being finished or begun."""
+    """Parts an engine works on at once: twice what fills its batch, since rows of a part end at different times, and
+    where they end together the next ones must be waiting."""
     g = config.generate
     if g.parts_in_flight != "auto":
         return g.parts_in_flight
-    return max(2, math.ceil(g.max_num_seqs / config.storage.rows_per_part) + 1)
+    return max(2, math.ceil(2 * g.max_num_seqs / config.storage.rows_per_part))
 
 
 def _quiet_ray_data() -> None:
@@ -299,6 +300,7 @@ def _worker_config(ctx: StageContext, on_gpu: bool, engines: Engines) -> WorkerC
         max_attempts=g.max_attempts,
         spot_check=config.capture.spot_check,
         codec=config.capture.codec,
+        sync=config.storage.verify == "size",
         compression=config.capture.compression,
         record=record_of(config, ctx.target, ctx.layers),
     )
