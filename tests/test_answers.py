@@ -14,6 +14,7 @@ from app.parts import PARTS
 from app.pipeline import run_pipeline
 from app.pipelines.generate import _worker_config
 from app.sizing import Engines
+from app.sources.shapes import WITHHELD
 from app.stages import stages_up_to
 from app.target import load_tokenizer
 from tests import templates
@@ -85,6 +86,18 @@ def test_f25_every_input_ends_kept_or_rejected_and_the_sums_match(tiny: Path, tm
     assert (entry["rows_in"], entry["conversations"]) == (10, 7)
     assert sorted(r["reason"] for r in entry["rejects"]) == ["empty_answer", "empty_answer", "leftover_tag"]
     assert len(kept) == 7
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_what_a_server_says_of_a_private_row_is_not_quoted(tiny: Path, tmp_path: Path, private: bool) -> None:
+    rows = [{"prompt": f"good {i}"} for i in range(5)]
+    source = {"name": "rows", "path": str(write_rows(tmp_path / "in.jsonl", rows)), "private": private}
+    config = tiny_config(tiny, tmp_path / "run", Path("x"), sources=[source], generate__engine_args={"STUB_RAISE": 5})
+    run_pipeline(config, stages_up_to("ingest"))
+    worker = PartWorker(_worker_config(context(config), False, Engines(1, 1, "one")))
+    entry = json.loads(worker({"part": [0], "key": ["k"]})["outcome"][0])
+    said = WITHHELD if private else "the stub refuses every so many requests"
+    assert [(r["reason"], r["detail"]) for r in entry["rejects"]] == [("bad_request", said)]
 
 
 def test_f23_only_the_finish_reason_says_that_an_answer_was_cut(tiny: Path, tmp_path: Path) -> None:

@@ -30,11 +30,13 @@ from app.errors import RowError, UserError
 from app.masks import check_prompt_length
 from app.parts import PartEntry, commit_part, read_ingest_part, stored_states
 from app.record import engine_version
+from app.sources.shapes import WITHHELD
 from app.storage import Store
 from app.target import Renderer, TargetInfo, load_tokenizer
 
 Stored = tuple[States, States]  # of a sample: auxiliary rows [T-1, 3H], the teacher's [S, H]
 Samples = list[tuple[dict[str, Any], Stored]]  # SAMPLE_SCHEMA row, what is kept of its states
+QUOTING = ("bad_request", "tokens_unknown")  # their details are a server's or a template's words, the row's perhaps
 Answered = tuple[Samples, RowError | None]  # of one conversation
 
 
@@ -141,11 +143,12 @@ class PartWorker:
         conversations = 0
         for row, (samples, error) in zip(rows, results, strict=True):
             if error is not None:
+                quotes = row["private"] and error.reason in QUOTING
                 fault = {
                     "id": row["id"],
                     "where": row["where"],
                     "reason": error.reason,
-                    "detail": error.detail,
+                    "detail": WITHHELD if quotes else error.detail,
                 }
                 (cut_short if samples else rejects).append(fault)
                 if error.reason == "bad_states":

@@ -245,7 +245,8 @@ def test_f30_the_death_of_an_engines_core_ends_its_actor_and_loses_no_row(
     core = tmp_path / "core"
     config = tiny_config(
         tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(40)),
-        generate__engine_args={"STUB_CORE": str(core), "STUB_DELAY": 0.3},
+        generate__engine_args={"STUB_CORE": str(core), "STUB_DELAY": 1.0},
+        generate__parts_in_flight=1,
     )  # fmt: skip
     parts = tmp_path / "run" / PARTS
 
@@ -300,8 +301,8 @@ main(["generate", config, f"ray.address={cluster.address}"])
 def test_f30_the_loss_of_a_node_loses_no_row(tiny: Path, tmp_path: Path) -> None:
     config = tiny_config(
         tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(80)),
-        generate__engine_args={"STUB_DELAY": 0.5, "STUB_LOG": str(tmp_path / "log")},
-        generate__replicas=2, ray__engine_cpus=1,
+        generate__engine_args={"STUB_DELAY": 1.0, "STUB_LOG": str(tmp_path / "log")},
+        generate__replicas=2, ray__engine_cpus=1, generate__parts_in_flight=1,
     )  # fmt: skip
     path = save_config(config, tmp_path / "c.yaml")
     result = subprocess.run(
@@ -798,7 +799,8 @@ def test_a_terminated_driver_leaves_whole_parts_and_no_process(tiny: Path, tmp_p
     run, left = tmp_path / "run", tmp_path / "left"
     config = tiny_config(
         tiny, run, write_rows(tmp_path / "r.jsonl", prompts(60)),
-        generate__engine_args={"STUB_DELAY": 0.5, "STUB_CHILD": "spawn", "STUB_LEFT": str(left)},
+        generate__engine_args={"STUB_DELAY": 1.0, "STUB_CHILD": "spawn", "STUB_LEFT": str(left)},
+        generate__parts_in_flight=1,
     )  # fmt: skip
     path = save_config(config, tmp_path / "c.yaml")
     with subprocess.Popen(
