@@ -9,7 +9,7 @@ import sys
 
 from app import __version__
 from app.config import Config, load_config
-from app.errors import UserError
+from app.errors import UserError, first_line
 from app.redact import redact
 from app.runfolder import RedactingFilter
 
@@ -56,6 +56,12 @@ def run(argv: list[str]) -> int:
         return 130
     except BrokenPipeError:
         sys.stderr.close()
+        return 1
+    except Exception as error:
+        if not type(error).__module__.startswith("pyarrow"):
+            raise
+        said = f"a Parquet file of the run folder is damaged ({redact(first_line(error))})"
+        print(f"draftmill: error: {said}; `draftmill run` finds it and makes it again", file=sys.stderr)
         return 1
 
 

@@ -55,7 +55,7 @@ class SamplingConfig(Section):
 
 class SourceConfig(Section):
     name: str | None = Field(None, description="label in reports; default: the file's or dataset's name")
-    path: str | None = Field(None, description="file or glob, any fsspec URL; or give `dataset`")
+    path: str | None = Field(None, min_length=1, description="file or glob, any fsspec URL; or give `dataset`")
     dataset: str | None = Field(None, description="Hugging Face dataset id, owner/name")
     subset: str | None = Field(None, description="of the dataset: its configuration; default: the only one")
     split: str = Field("train", description="of the dataset")
@@ -208,7 +208,7 @@ class GenerateConfig(Section):
                 raise ValueError(f"{url!r} is no base URL; give http(s)://HOST:PORT/v1")
         return urls
 
-    @field_validator("replicas", "tensor_parallel", mode="before")
+    @field_validator("replicas", "tensor_parallel", "parts_in_flight", mode="before")
     @classmethod
     def _whole_or_auto(cls, value: Any) -> Any:
         whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -393,6 +393,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        if self.ingest.drop_overlap and not self.ingest.benchmark_sets:
+            raise ValueError("ingest.drop_overlap needs ingest.benchmark_sets, the files of the prompts to drop")
         labels = [s.label for s in self.sources]
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:

@@ -63,6 +63,7 @@ _KEY = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----"
     r"|\beyJ[A-Za-z0-9_\-]{10,}\.[A-Za-z0-9_\-]{10,}\.[A-Za-z0-9_\-]{5,}"
     r"|\b(?:AIza[A-Za-z0-9_\-]{35}|glpat-[A-Za-z0-9_\-]{20}|sk_live_[A-Za-z0-9]{20,})"
+    r"|(?i:\b(?:password|passwd|passphrase)\b\s*[:=]\s*[\"']?)[^\s\"',;]{6,}"
     r"|(?i:\b(?:bearer|api[_\-]?key|password|passwd|secret|token)\b\s*[:=]?\s*[\"']?)(?=[A-Za-z0-9+/_\-.]*\d)"
     r"[A-Za-z0-9+/_\-.]{16,}",
     re.S,

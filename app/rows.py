@@ -17,7 +17,7 @@ import numpy as np
 
 from app.config import Config, SourceConfig
 from app.conversations import RESERVED_KWARGS, Conversation, canonical, turns_to_answer
-from app.errors import RowError, UserError
+from app.errors import RowError, UserError, first_line
 from app.masks import MaskRule, Tokenised, check_prompt_length, tokenise_as_is
 from app.privacy import Redactor
 from app.sources.shapes import WITHHELD, to_raw
@@ -130,9 +130,14 @@ class RowWorker:
             raise row
         private = source.private
         try:
-            raw = to_raw(row, source.columns)
-            private = private or raw.private
-            conversation = canonical(raw, source.system_prompt, source.use)
+            try:
+                raw = to_raw(row, source.columns)
+                private = private or raw.private
+                conversation = canonical(raw, source.system_prompt, source.use)
+                json.dumps([conversation.messages, conversation.template_kwargs])
+            except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
+                # A known shape with a value of another kind somewhere inside.
+                raise RowError("bad_value", f"a value has no known form ({first_line(error, 200)})") from error
             if source.sampling.given:
                 conversation = replace(conversation, sampling={**source.sampling.given, **conversation.sampling})
         except RowError as error:

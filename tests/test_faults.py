@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from app.cli import run
 from app.config import load_config, parse_config
 from app.conversations import RESERVED_KWARGS
 from app.errors import UserError
@@ -24,6 +25,7 @@ from app.pipelines import ingest
 from app.redact import redact
 from app.results import write_results
 from app.runfolder import RunFolder
+from app.stages import stages_up_to
 from app.status import status_lines
 from app.storage import Store, explained
 from app.train.state import Metrics, load_latest, read_weights, save_state
@@ -407,6 +409,9 @@ def test_keys_that_only_sound_secret_are_taken(key: str) -> None:
         ("generate.max_newtokens=2", ["unknown key 'generate.max_newtokens'", "'generate.max_new_tokens'?"]),
         ("sources.0.lmit=2", ["unknown key 'sources.0.lmit'", "did you mean 'sources.0.limit'?"]),
         ("train.zzz=2", ["unknown key 'train.zzz'", "known keys: workers, "]),
+        ("ingest.drop_overlap=true", ["ingest.drop_overlap needs ingest.benchmark_sets"]),
+        ("generate.parts_in_flight=0", ["generate.parts_in_flight = 0", "a whole number above 0, or auto"]),
+        ("sources.0.path=''", ["sources.0.path = ''"]),
     ],
 )
 def test_settings_that_cannot_be_are_one_sentence(override: str, words: list[str]) -> None:
@@ -420,3 +425,13 @@ def test_settings_at_the_edge_are_taken() -> None:
     config = load_config(None, ["sources=[{path: a.jsonl}]", "train.betas=[0, 0.999]", "generate.max_new_tokens=2047"])
     assert config.train.betas == (0, 0.999)
     assert config.generate.max_new_tokens == 2047
+
+
+def test_a_cut_parquet_file_is_one_sentence(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(25)))
+    run_pipeline(config, stages_up_to("ingest"))
+    part = tmp_path / "run/ingest/parts/part-00000.parquet"
+    part.write_bytes(part.read_bytes()[:-20])
+    assert run(["forget", str(tmp_path / "run"), "0" * 24]) == 1
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("draftmill: error: a Parquet file of the run folder is damaged")

@@ -62,6 +62,17 @@ def test_the_name_of_a_value_says_what_it_is() -> None:
     assert redacted(given, "email") == given
 
 
+@pytest.mark.parametrize("text", ["password: hunter2", "Password=correcthorse, she said", 'passwd: "tr0ub4dor"'])
+def test_what_stands_after_password_goes(text: str) -> None:
+    redacted = Redactor(["key"])(text)
+    assert "[key]" in redacted and not any(w in redacted for w in ("hunter2", "correcthorse", "tr0ub4dor"))
+
+
+@pytest.mark.parametrize("text", ["the password is lost", "passwords: two of them", "password: no"])
+def test_words_about_passwords_stay(text: str) -> None:
+    assert Redactor(["key"])(text) == text
+
+
 @pytest.mark.parametrize("number", ["0228/5551234", "030/123456", "0228 / 555 12 34", "+49 (0)228/5551234"])
 def test_an_area_code_before_a_stroke(number: str) -> None:
     assert redacted(f"Ring {number}, please") == "Ring [phone], please"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -88,7 +89,7 @@ class Described:
         for item in fields(self):
             value = getattr(self, item.name)
             low = 0 if item.name == "gpus_per_node" else 1e-9
-            if isinstance(value, int | float) and value < low:
+            if isinstance(value, int | float) and not low <= value < math.inf:
                 option = {"gpu_memory_gib": "gpu-memory", "disk_free_tb": "disk-free"}.get(item.name, item.name)
                 raise UserError(f"--{option.replace('_', '-')} is {value:g}; give a number above 0")
 

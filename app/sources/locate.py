@@ -83,7 +83,10 @@ def source_digest(source: SourceConfig, files: Sequence[SourceFile] | None = Non
             parts.append(file.path)  # it names the commit
             continue
         protocols = (file.fs.protocol,) if isinstance(file.fs.protocol, str) else file.fs.protocol
-        parts.append(file_sha256(Path(file.path)) if "file" in protocols else file.fs.ukey(file.path))
+        try:
+            parts.append(file_sha256(Path(file.path)) if "file" in protocols else file.fs.ukey(file.path))
+        except OSError as error:
+            raise SourceError(source.label, f"{redact(file.path)} cannot be read ({first_line(error)})") from error
     return digest_of(parts)
 
 
@@ -98,8 +101,9 @@ def source_files(source: SourceConfig) -> list[SourceFile]:
 
         return dataset_files(source)
     assert source.path is not None
-    where = source.path if "://" in source.path else str(Path(source.path).expanduser().absolute())
+    where = source.path
     try:
+        where = where if "://" in where else str(Path(where).expanduser().absolute())
         fs, path = fsspec.core.url_to_fs(where)
         if re.search(r"[*?\[]", path) and not where.startswith(("http://", "https://")) and not fs.exists(path):
             shown = path.rsplit("/", 1)[-1].startswith(".")  # as a shell does

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import csv
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import IO, Any
@@ -14,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from app.config import SourceConfig
-from app.errors import RowError
+from app.errors import RowError, first_line
 from app.redact import redact
 from app.sources.hub import fault_of, is_hub_error
 from app.sources.locate import SourceError, SourceFile, format_of_name, source_files
@@ -73,8 +75,10 @@ def _fault(source: SourceConfig, file: SourceFile, error: Exception) -> RowError
     """
     if source.dataset is not None and is_hub_error(error):
         raise fault_of(source, error) from error
-    if isinstance(error, EOFError | zipfile.BadZipFile):
-        return RowError("cut_file", f"the file ends too early or is damaged ({error})")
+    if isinstance(error, EOFError | zipfile.BadZipFile | zlib.error | pa.ArrowException | csv.Error):
+        return RowError("cut_file", f"the file ends too early or is damaged ({first_line(error, 200)})")
+    if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):  # zipfile's: encrypted, odd methods
+        raise SourceError(source.label, f"{file.name} cannot be unpacked ({first_line(error)})") from error
     if not isinstance(error, OSError):
         raise error
     if file.fs.exists(file.path):
@@ -126,9 +130,23 @@ def _parquet_rows(source: SourceConfig, name: str, raw: IO[bytes]) -> Iterator[t
         raise SourceError(source.label, f"{name} is no Parquet file or is cut ({str(error)[:150]})") from error
     number = 0
     for batch in file.iter_batches(batch_size=256):
-        for row in batch.to_pylist():
+        for row in _rows_of(batch):
             number += 1
             yield f"{name}#{number}", row
+
+
+def _rows_of(batch: pa.RecordBatch) -> Iterator[Any]:
+    """The rows of a batch; a RowError for one with a value Python cannot hold."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except (ValueError, OverflowError):  # a time outside Python's, text that is not UTF-8
+        pass
+    for at in range(len(batch)):
+        try:
+            yield batch.slice(at, 1).to_pylist()[0]
+        except (ValueError, OverflowError) as error:
+            yield RowError("bad_value", f"a value cannot be read ({first_line(error, 200)})")
 
 
 def _text_rows(source: SourceConfig, name: str, stream: Any) -> Iterator[tuple[str, Any]]:

@@ -258,7 +258,11 @@ def _with_extras(raw: RawConversation, row: dict[str, Any]) -> RawConversation:
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """OpenAI's form; ShareGPT sets give the bare function."""
-    return tool if "function" in tool else {"type": "function", "function": tool}
+    if "function" not in tool:
+        return {"type": "function", "function": tool}
+    if not isinstance(tool["function"], dict):
+        raise RowError("bad_tools", f"the function of a tool is {type(tool['function']).__name__}, not an object")
+    return tool
 
 
 def _mapping(row: dict[str, Any], key: str) -> dict[str, Any]:

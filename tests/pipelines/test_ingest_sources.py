@@ -715,3 +715,21 @@ def supervised(tokenizer: Any, request: Row) -> list[str]:
     ids = request["prompt_ids"] + request["answer_ids"]
     spans = groupby(zip(ids, request["loss_mask"], strict=True), key=lambda pair: pair[1])
     return [tokenizer.decode([i for i, _ in span]) for mask, span in spans if mask]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"instruction": "a", "history": 5},
+        {"prompt": "x", "tools": [{"function": 5}]},
+        {"prompt": "x", "tools": 5},
+        {"messages": {"role": "user"}},
+        {"conversations": [5]},
+    ],
+)
+def test_a_value_of_another_kind_is_a_row_rejected_by_name(tiny: Path, tmp_path: Path, row: dict[str, Any]) -> None:
+    rows = [{"prompt": f"good {i}"} for i in range(9)] + [row]
+    config = tiny_config(tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", rows))
+    counts = run_stage(stage("ingest"), context(config))[0].counts
+    assert (counts["rows_in"], counts["kept"]) == (10, 9)
+    assert sum(counts["rejected"].values()) == 1

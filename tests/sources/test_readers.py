@@ -252,3 +252,38 @@ def test_the_digest_follows_the_content(tmp_path: Path) -> None:
     assert source_digest(source(path)) == first
     path.write_bytes(jsonl(ROWS[:2]))
     assert source_digest(source(path)) != first
+
+
+def test_values_python_cannot_hold_are_rows_rejected_by_name(tmp_path: Path) -> None:
+    times = pa.array([0, 2**53], pa.int64()).cast(pa.timestamp("ms"))
+    pq.write_table(pa.table({"prompt": ["a", "b"], "at": times}), tmp_path / "a.parquet")
+    text = pa.array([b"good", b"\xff\xfe"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": text}), tmp_path / "b.parquet")
+    for name in ("a.parquet", "b.parquet"):
+        (_, first), (_, second) = rows_of(tmp_path / name)
+        assert first["prompt"] in ("a", "good")
+        assert second == "bad_value"
+
+
+def test_a_damaged_zip_is_a_cut_file_and_an_encrypted_one_a_sentence(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("rows.jsonl", "\n".join(json.dumps({"prompt": f"question {i}"}) for i in range(500)))
+    data = bytearray((tmp_path / "a.zip").read_bytes())
+    at = len(data) // 3
+    (tmp_path / "a.zip").write_bytes(data[:at] + bytes(b ^ 0xFF for b in data[at : at + 60]) + data[at + 60 :])
+    assert rows_of(tmp_path / "a.zip")[-1][1] == "cut_file"
+    data[6] |= 1  # the flag of encryption, in the member's header and in the directory
+    data[data.rindex(b"PK\x01\x02") + 8] |= 1
+    (tmp_path / "b.zip").write_bytes(data)
+    with pytest.raises(SourceError, match=r"b\.zip cannot be unpacked .*password"):
+        rows_of(tmp_path / "b.zip")
+
+
+def test_a_csv_with_carriage_returns_alone_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"prompt,response\ra,b\rc,d\r")
+    assert rows_of(tmp_path / "a.csv")[-1][1] in ("cut_file", "bad_csv")
+
+
+def test_a_home_nobody_has_is_a_sentence() -> None:
+    with pytest.raises(SourceError, match="cannot be opened"):
+        rows_of("~nobody-of-this-name/x.jsonl")
