@@ -57,6 +57,10 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"draftmill: error: {redact(where)}{redact(error.strerror or first_line(error))}", file=sys.stderr)
+        return 1
     except Exception as error:
         if not type(error).__module__.startswith("pyarrow"):
             raise

@@ -368,4 +368,9 @@ def _json_lines(store: Store, path: str) -> list[dict[str, Any]]:
         lines = store.read_bytes(path).decode("utf-8", "replace").split("\n")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines if line.strip()]
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            if isinstance(row := json.loads(line), dict):  # what is no line of ours goes: nobody knows what it holds
+                found.append(row)
+    return found

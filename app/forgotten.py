@@ -30,7 +30,10 @@ def read_forgotten(store: Store) -> Forgotten:
     if data is None and not store.exists(FORGOTTEN):
         return Forgotten()
     try:
-        return Forgotten(list(map(str, data["ids"])), data["pending"])
+        pending = data["pending"]
+        if pending is not None:
+            list(map(str, pending["ids"]))
+        return Forgotten(list(map(str, data["ids"])), pending)
     except (TypeError, KeyError) as error:
         raise UserError(
             f"{store.url}/{FORGOTTEN} cannot be read; restore it, or forget its conversations anew"

@@ -84,7 +84,7 @@ def _last_metrics(ctx: StageContext) -> dict[str, Any] | None:
     for line in reversed(lines):
         with contextlib.suppress(ValueError):
             row = json.loads(line)
-            if isinstance(row, dict) and {"step", "epoch"} <= row.keys():
+            if isinstance(row, dict) and all(isinstance(row.get(k), int | float) for k in ("step", "epoch")):
                 return dict(row)
     return None
 

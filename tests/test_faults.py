@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -18,6 +19,7 @@ from app.cli import run
 from app.config import load_config, parse_config
 from app.conversations import RESERVED_KWARGS
 from app.errors import UserError
+from app.forgotten import read_forgotten
 from app.lease import holder_of
 from app.parts import PARTS, committed_parts, read_entry, remove_orphans, write_part
 from app.pipeline import Stage, StageContext, StageResult, run_pipeline, run_stage
@@ -435,3 +437,31 @@ def test_a_cut_parquet_file_is_one_sentence(tiny: Path, tmp_path: Path, capsys: 
     assert run(["forget", str(tmp_path / "run"), "0" * 24]) == 1
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith("draftmill: error: a Parquet file of the run folder is damaged")
+
+
+@pytest.mark.parametrize("data", ['{"ids": [], "pending": 5}', '{"ids": 5, "pending": null}', "[]", '{"ids": []}'])
+def test_a_garbage_list_of_what_was_forgotten_is_one_sentence(tmp_path: Path, data: str) -> None:
+    (tmp_path / "forgotten.json").write_text(data)
+    with pytest.raises(UserError, match=r"forgotten\.json cannot be read"):
+        read_forgotten(Store(str(tmp_path)))
+
+
+def test_lines_among_the_rejects_that_are_no_rows_do_not_stop_a_forgetting(tiny: Path, tmp_path: Path) -> None:
+    rows = [*prompts(25), {"prompt": None}]
+    config = tiny_config(tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", rows))
+    run_pipeline(config, stages_up_to("ingest"))
+    rejects = tmp_path / "run/ingest/rejects.jsonl"
+    rejects.write_text(rejects.read_text() + '5\n["x"]\nno json\n')
+    first = pq.read_table(tmp_path / "run/ingest/parts/part-00000.parquet")["id"][0].as_py()
+    assert run(["forget", str(tmp_path / "run"), first]) == 0
+    assert all(isinstance(json.loads(line), dict) for line in rejects.read_text().splitlines())
+
+
+def test_a_file_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(args: Any) -> int:
+        raise FileNotFoundError(2, "No such file or directory", "part-00000.parquet")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("app.cli._status", fail)
+        assert run(["status", "somewhere"]) == 1
+    assert capsys.readouterr().err.strip() == "draftmill: error: part-00000.parquet: No such file or directory"

@@ -298,7 +298,8 @@ class _Ingest:
         count.notes.update(outcome.notes)
         self._tally.methods[outcome.row["mask_method"]] += 1
         for key, value in outcome.mixable.items():
-            self._mixable.setdefault(key, Counter())[json.dumps(value)] += 1
+            shown = json.dumps(value) if isinstance(value, bool) or not outcome.row["private"] else "a private value"
+            self._mixable.setdefault(key, Counter())[shown] += 1
         for request in outcome.row["requests"]:
             if request["loss_mask"] is not None:
                 self._tally.supervised += int(request["loss_mask"].sum())

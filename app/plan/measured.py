@@ -111,7 +111,7 @@ def compare(run: RunFolder) -> list[tuple[str, float | None, float | None]]:
         UserError: the run has no plan, or nothing of it is finished.
     """
     plan = run.store.read_json(PLAN_FILE)
-    if not isinstance(plan, dict) or "stages" not in plan:
+    if not isinstance(plan, dict) or not {"stages", "rows", "samples", "prompt_tokens"} <= plan.keys():
         raise UserError(f"{run.url} has no {PLAN_FILE}; `draftmill plan CONFIG` writes one before the run")
     manifests = {name: run.manifest(name) for name in STAGES}
     if not any(manifests.values()):
