@@ -423,6 +423,9 @@ def remove_orphans(store: Store, valid: dict[int, PartEntry] | None = None) -> i
 
     Without `valid` every readable entry counts: what a killed writer left goes, captures of other settings stay.
     """
+    if store.is_local:
+        for torn in store.scratch().glob("part-*.tmp-*"):  # of a writer that was killed
+            torn.unlink(missing_ok=True)
     names = store.files(PARTS)
     if valid is None:
         numbers = [int(n[5:-5]) for n in names if n.startswith("part-") and n.endswith(".json") and n[5:-5].isdigit()]

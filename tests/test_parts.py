@@ -28,6 +28,7 @@ from app.parts import (
     part_name,
     read_entry,
     remove_conversations,
+    remove_orphans,
     teacher_positions,
     write_entry,
     write_part,
@@ -529,3 +530,12 @@ def test_fp8_with_zstd_takes_less_than_two_fifths_of_four_plain_states(tmp_path:
     lengths = [(100, 100)] * 10
     entry = write(Store(str(tmp_path)), "fp8", "zstd", lengths=lengths, hidden=576)
     assert entry.bytes < 0.40 * naive_bytes(2000, 576)
+
+
+def test_what_a_killed_writer_had_begun_goes_with_the_orphans(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "run"), {})
+    torn, other = store.scratch() / "part-00003.parquet.tmp-1f", store.scratch() / "rejects.tmp-7"
+    for path in (torn, other):
+        path.write_bytes(b"x")
+    remove_orphans(store)
+    assert not torn.exists() and other.exists()

@@ -437,7 +437,7 @@ def test_f33_a_run_goes_on_with_another_number_of_engines(
     options = {"STUB_LOG": str(log), "STUB_RAISE_UNTIL": str(tmp_path / "passed"), "STUB_RAISE": 61, "STUB_DELAY": 0.2}
     first = tiny_config(
         tiny, run, source, generate__engine_args=options, generate__max_error_share=0, generate__replicas=1,
-        ray__engine_cpus=1,
+        ray__engine_cpus=1, generate__parts_in_flight=2,
     )  # fmt: skip
     with pytest.raises(UserError, match="max_error_share"):
         run_pipeline(first, stages_up_to("generate"))
@@ -451,7 +451,7 @@ def test_f33_a_run_goes_on_with_another_number_of_engines(
     caplog.set_level(logging.INFO, "draftmill")
     second = tiny_config(
         tiny, run, source, generate__engine_args=options, generate__max_error_share=0.1, generate__replicas=2,
-        ray__engine_cpus=1,
+        ray__engine_cpus=1, generate__parts_in_flight=2,
     )  # fmt: skip
     run_pipeline(second, stages_up_to("generate"))
     assert f"generate: resumed, {len(kept)} of 12 parts are committed" in caplog.text
