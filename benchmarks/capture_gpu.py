@@ -295,9 +295,10 @@ def correctness(model: str, cases: list[str], at_once: int) -> bool:
     return right
 
 
-def run_case(command: list[str]) -> dict[str, Any]:
-    """This file in a process of its own; its result, or `error`. What it prints goes to standard error."""
-    full = [sys.executable, "-m", "benchmarks.capture_gpu", *command]
+def run_case(command: list[str], module: str = "benchmarks.capture_gpu") -> dict[str, Any]:
+    """This file, or another `module`, in a process of its own; its result, or `error`. The rest of what it prints goes
+    to standard error."""
+    full = [sys.executable, "-m", module, *command]
     done = subprocess.run(full, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = done.stdout.splitlines()
     sys.stderr.write(f"--- {' '.join(command[:2])}\n" + "\n".join(lines[-60:])[-6000:] + "\n")

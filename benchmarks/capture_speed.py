@@ -23,7 +23,6 @@ import fcntl
 import json
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +34,7 @@ from typing import Any
 import torch
 
 from app.engine.base import Completion, EngineSpec, Request
-from benchmarks.capture_gpu import prompts_of, run_captured, run_plain, start_plain
+from benchmarks.capture_gpu import prompts_of, run_captured, run_case, run_plain, start_plain
 
 MODES = ("plain", "auxiliary", "shards", "prefill", "stock")
 LIMIT_S = 600  # a process that takes longer prints where its threads stand and ends
@@ -369,15 +368,7 @@ def run_mode(mode: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
     options = [
         f"--{n}={getattr(args, n.replace('-', '_'))}" for n in (*SIZES, "shape", "out", "capture", "engine-args")
     ]
-    command = [sys.executable, "-m", "benchmarks.capture_speed", "--mode", mode, "--model", model, *options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = done.stdout.splitlines()
-    sys.stderr.write(f"--- {mode}\n" + "\n".join(lines[-40:])[-4000:] + "\n")
-    found = [line for line in lines if line.startswith("result {")]
-    if not found:
-        return {"error": lines[-1] if lines else f"exit status {done.returncode}"}
-    result: dict[str, Any] = json.loads(found[-1].removeprefix("result "))
-    return result
+    return run_case(["--mode", mode, "--model", model, *options], "benchmarks.capture_speed")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -49,7 +49,6 @@ class AttemptRecord:
         self._store, self._part, self._path = store, part, f"{ATTEMPTS}/{part}.json"
         found = store.read_json(self._path)
         self.now = Attempts(**found) if found is not None else Attempts(groups=[ids])
-        self._passed: set[str] = set()
         if self.now.starting:
             self.now.start_ups += 1
         elif self.now.under_way:
