@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from app.config import RayConfig
+from app.engine.warden import OWNER
 from app.errors import UserError, first_line
 from app.jobs import job_env_vars
 from app.redact import is_secret_name
@@ -66,13 +67,19 @@ def _init(config: RayConfig) -> None:
         log.info("connected to the Ray cluster at %s", address)
         return
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that a token is asked for
-    ray.init(
-        address="local",
-        num_cpus=config.num_cpus,
-        object_store_memory=int(config.object_store_gib * 2**30),
-        include_dashboard=config.dashboard,
-        **common,
-    )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=config.num_cpus,
+            object_store_memory=int(config.object_store_gib * 2**30),
+            include_dashboard=config.dashboard,
+            **common,
+        )
+    except ValueError as error:  # of the store: too small, or larger than the memory or /dev/shm
+        raise UserError(
+            f"Ray does not start with ray.object_store_gib={config.object_store_gib:g} ({first_line(error)}); give"
+            " another number, or a container more shared memory (--shm-size)"
+        ) from error
     url = ray.get_runtime_context().gcs_address
     dashboard = getattr(ray._private.worker._global_node, "webui_url", None)
     log.info("started a local Ray cluster (%s)%s", url, f", dashboard http://{dashboard}" if dashboard else "")
@@ -186,4 +193,5 @@ def _passed_on() -> dict[str, str]:
         "AWS_DEFAULT_REGION",
     )
     ours = {k: v for k, v in os.environ.items() if k.startswith(("DRAFTMILL_", "VLLM_")) or k in names}
+    ours.pop(OWNER, None)  # of an engine in this process; its own children alone are its
     return {k: v for k, v in ours.items() if not is_secret_name(k.lower())}

@@ -122,7 +122,7 @@ def decoded(states: States) -> Tensor:
 
 
 def encode(states: Tensor, codec: str) -> States:
-    """States of N tokens in `codec`: states [N, S, H], CPU -> N rows of S * H values.
+    """States of N tokens in `codec`: states [N, S, H] -> N rows of S * H values, on their device.
 
     Raises:
         UserError: an unknown codec, or int4 with an odd hidden size.
@@ -136,18 +136,20 @@ def encode(states: Tensor, codec: str) -> States:
         raise UserError(f"capture.codec int4 keeps two channels in a byte and the hidden size is {hidden}; use int8")
     width = side * hidden
     groups = side if codec == "fp8" else width // group_size(hidden)
+    device = states.device
+    kind = torch.int8 if codec == "int8" else torch.uint8
     out = Encoded(
         codec,
         width,
-        torch.empty(
-            count, width // 2 if codec == "int4" else width, dtype=torch.int8 if codec == "int8" else torch.uint8
-        ),
-        torch.empty(count, groups, dtype=torch.bfloat16),
-        torch.empty(count, groups, dtype=torch.uint8) if codec == "int4" else None,
+        torch.empty(count, width // 2 if codec == "int4" else width, dtype=kind, device=device),
+        torch.empty(count, groups, dtype=torch.bfloat16, device=device),
+        torch.empty(count, groups, dtype=torch.uint8, device=device) if codec == "int4" else None,
     )
     quantise = {"fp8": _to_fp8, "int8": _to_int8, "int4": _to_int4}[codec]
-    for start in range(0, count, _CHUNK):
-        quantise(states[start : start + _CHUNK].reshape(-1, groups, width // groups), out[start : start + _CHUNK])
+    step = _CHUNK if device.type == "cpu" else _CHUNK_ON_GPU
+    for start in range(0, count, step):
+        part = states[start : start + step].reshape(-1, groups, width // groups).contiguous()
+        quantise(part, out[start : start + step])
     return out
 
 
@@ -191,7 +193,8 @@ def _largest(x: Tensor) -> Tensor:
 
 
 def _scale(span: Tensor, codec: str) -> Tensor:
-    return (span.float() / _LARGEST[codec]).clamp_(min=_TINY).bfloat16()
+    # Times the inverse: a GPU divides by a constant so, and both must give the same bits.
+    return (span.float() * (1 / _LARGEST[codec])).clamp_(min=_TINY).bfloat16()
 
 
 def cat_rows(parts: Sequence[States]) -> States:

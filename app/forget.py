@@ -240,9 +240,11 @@ class _Removal:
 
     def _generate_parts(self, rekeyed: dict[int, tuple[str | None, str]]) -> None:
         shapes: list[str] | None = None
+        unreadable: list[int] = []
         for name in _names(self._store, PARTS, ".json"):
             entry = read_entry(self._store, _number(name))
             if entry is None:
+                unreadable.append(_number(name))
                 continue
             held = self._held(entry)
             if not held and entry.part not in rekeyed:
@@ -265,7 +267,20 @@ class _Removal:
                 )
             elif key is not None and key != entry.key:
                 write_entry(self._store, replace(entry, key=key))
-        remove_orphans(self._store)
+        self._orphans(unreadable)
+
+    def _orphans(self, unreadable: list[int]) -> None:
+        """What no entry vouches for may hold a forgotten conversation: it goes, and is named."""
+        files = self._store.files(PARTS)
+        of_parts = {n: part for part in unreadable for n in files if re.match(rf"{part_name(part)}[-.]", n)}
+        for part in unreadable:
+            count = sum(p == part for p in of_parts.values())
+            self._say(
+                f"{PARTS}/{part_name(part)}",
+                f"removed whole, {count} file(s): its entry cannot be read; `draftmill run` makes it again",
+            )
+        if others := remove_orphans(self._store) - len(of_parts):
+            self._say(PARTS, f"{others} file(s) that belong to no committed part")
 
     def _held(self, entry: PartEntry) -> set[str]:
         held = {r["id"] for r in [*entry.rejects, *entry.cut_short]}

@@ -29,12 +29,14 @@ from torch import Tensor
 
 from app.codecs import States, encode
 from app.errors import UserError
+from app.packed import Captured, PackedStates
 from app.runfolder import sealed, unsealed
 from app.states import CONVENTION, StatesFile, write_states
 from app.storage import Store, explained
 
 PARTS = "generate/parts"
 FORMAT_VERSION = 2
+_LARGE = 2**20  # bytes: a write whose checksum another thread takes meanwhile
 
 INGEST_SCHEMA = pa.schema(
     [
@@ -182,7 +184,7 @@ def write_part(
     store: Store,
     entry: dict[str, Any],
     rows: list[dict[str, Any]],
-    states: list[Tensor],
+    states: Sequence[Tensor],
 ) -> PartEntry:
     """Write and commit one part.
 
@@ -204,14 +206,26 @@ def write_part(
     return commit_part(store, entry, rows, samples)
 
 
-def stored_states(states: Tensor, loss_mask: Sequence[bool], codec: str) -> tuple[States, States]:
+def stored_states(states: Captured, loss_mask: Sequence[bool], codec: str) -> tuple[States, States]:
     """What is kept of a sample's states [T-1, 4, H]: the auxiliary rows [T-1, 3H], and the teacher's [S, H].
 
     Raises:
         UserError: the codec cannot hold them.
     """
     positions = teacher_positions(torch.tensor(loss_mask, dtype=torch.bool))  # [S]
+    if isinstance(states, PackedStates):
+        if states.packing.codec != codec:
+            raise ValueError(f"states packed as {states.packing.codec} are to be stored as {codec}")
+        return states.stored(0, 3), states.stored(3, 4, _as_range(positions))
     return encode(states[:, :3], codec), encode(states[positions, 3:], codec)
+
+
+def _as_range(positions: Tensor) -> slice | Tensor:
+    """Ascending positions as a slice where there is no gap between them."""
+    if not len(positions):
+        return slice(0, 0)
+    first, last = int(positions[0]), int(positions[-1])
+    return slice(first, last + 1) if last - first + 1 == len(positions) else positions
 
 
 def remove_conversations(store: Store, entry: PartEntry, ids: set[str], key: str) -> PartEntry:
@@ -269,7 +283,7 @@ def commit_part(
 ) -> PartEntry:  # fmt: skip
     """Write the data files of a part, then its entry; the states not where they are `cleaned`, a file that was.
 
-    Without `sync` a local disk may still be taking the states when this returns: a killed process loses nothing by
+    Without `sync` a local disk may still be taking the files when this returns: a killed process loses nothing by
     that, and after a power failure the checksum tells that the part is to be made again.
 
     Raises:
@@ -285,12 +299,14 @@ def commit_part(
         "codec": entry["codec"],
         "compression": entry["compression"],
     }
-    files = {"rows": _commit_file(store, name, "parquet", lambda f: pq.write_table(_sample_table(rows, samples), f))}
+    files = {
+        "rows": _commit_file(store, name, "parquet", lambda f: pq.write_table(_sample_table(rows, samples), f), sync)
+    }
     files["states"] = cleaned or _commit_file(
         store, name, "safetensors", lambda f: write_states(f, samples, hidden, about), sync
     )
     done = PartEntry(**{**entry, "samples": len(rows), "files": files})
-    write_entry(store, done)
+    write_entry(store, done, sync)
     return done
 
 
@@ -311,33 +327,39 @@ def _sample_table(rows: list[dict[str, Any]], samples: Sequence[tuple[States, St
     return pa.Table.from_arrays(columns, schema=SAMPLE_SCHEMA)
 
 
-def write_entry(store: Store, entry: PartEntry) -> None:
+def write_entry(store: Store, entry: PartEntry, sync: bool = True) -> None:
     """Commit a part whose data files are in place."""
-    store.write_json(f"{PARTS}/{part_name(entry.part)}.json", sealed(entry.__dict__))
+    store.write_json(f"{PARTS}/{part_name(entry.part)}.json", sealed(entry.__dict__), sync)
 
 
 class _Hashed(io.RawIOBase):
-    """Writes on to `file` and takes the checksum of what passes, so that nothing is read again for it."""
+    """Writes on to `file` and takes the checksum of what passes, beside the writing where that pays."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self.sha256, self.size = file, hashlib.sha256(), 0
+    def __init__(self, file: BinaryIO, beside: ThreadPoolExecutor) -> None:
+        self._file, self._beside, self.sha256, self.size = file, beside, hashlib.sha256(), 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        self._file.write(data)
-        self.size += memoryview(data).nbytes
-        return memoryview(data).nbytes
+        size = memoryview(data).nbytes
+        if size < _LARGE:
+            self.sha256.update(data)
+            self._file.write(data)
+        else:
+            hashing = self._beside.submit(self.sha256.update, data)
+            self._file.write(data)
+            hashing.result()
+        self.size += size
+        return size
 
 
 def _commit_file(store: Store, name: str, suffix: str, write: Any, sync: bool = True) -> dict[str, Any]:
     """Write a data file beside its place, then name it by its checksum."""
     scratch = store.scratch() / f"{name}.{suffix}.tmp-{torch.randint(1 << 62, (1,)).item():x}"
     try:
-        with explained(store.url), open(scratch, "wb") as file:
-            hashed = _Hashed(file)
+        with explained(store.url), open(scratch, "wb") as file, ThreadPoolExecutor(1) as beside:
+            hashed = _Hashed(file, beside)
             write(hashed)
         digest = hashed.sha256.hexdigest()
         final = f"{name}-{digest[:8]}.{suffix}"

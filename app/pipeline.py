@@ -20,6 +20,7 @@ from typing import Any
 
 from app.cluster import disconnect, is_connected, ray_fault
 from app.config import Config
+from app.engine.warden import driving
 from app.errors import UserError
 from app.forgotten import refuse_half_forgotten
 from app.lease import Lease
@@ -212,7 +213,7 @@ def run_pipeline(
             lease.acquire()
         connected = is_connected()
         try:
-            with _run_log(run):
+            with _run_log(run), driving(run.url):
                 return _run_stages(StageContext(config, run, lease), stages, after)
         except BaseException as error:
             _let_go(error)

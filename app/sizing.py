@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from app.config import Config
@@ -53,11 +54,11 @@ class Cluster:
     cpus: float
     gpu_name: str | None = None
 
-    @property
+    @cached_property
     def total(self) -> int:
         return sum(self.gpus)
 
-    @property
+    @cached_property
     def widest(self) -> int:
         return max(self.gpus, default=0)
 

@@ -89,8 +89,14 @@ def _plain(tensors: list[Tensor], dtype: torch.dtype | None) -> _Piece:
     return _Piece(_NAMES[dtype or first.dtype], shape, [t for t in tensors if t.numel()])
 
 
-def _bytes_of(tensor: Tensor) -> Any:
-    return tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+def _bytes_of(tensor: Tensor, room: Tensor) -> Any:
+    """The bytes of `tensor`; where its rows lie apart they are gathered in `room`, uint8 and large enough: memory fresh
+    from the system would cost more than the copying."""
+    if tensor.is_contiguous():
+        return tensor.view(torch.uint8).numpy().reshape(-1)
+    gathered = room[: tensor.nbytes]
+    gathered.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return gathered.numpy()
 
 
 def _frames(rows: _Piece, tensors: list[Tensor], compression: str) -> tuple[_Piece, _Piece]:
@@ -123,9 +129,11 @@ def _write(file: BinaryIO, pieces: dict[str, _Piece], metadata: dict[str, str]) 
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN)
     file.write(len(text).to_bytes(8, "little") + text)
+    tensors = [data for name in order for data in pieces[name].data if isinstance(data, Tensor)]
+    room = torch.empty(max((t.nbytes for t in tensors if not t.is_contiguous()), default=0), dtype=torch.uint8)
     for name in order:
         for data in pieces[name].data:
-            file.write(_bytes_of(data) if isinstance(data, Tensor) else data)
+            file.write(_bytes_of(data, room) if isinstance(data, Tensor) else data)
 
 
 class StatesFile:

@@ -104,8 +104,9 @@ class Store:
         except (FileNotFoundError, ValueError, RecursionError):
             return None
 
-    def write_bytes(self, path: str, data: bytes) -> None:
-        """Write all of `data` or nothing: a reader never sees a part of it.
+    def write_bytes(self, path: str, data: bytes, sync: bool = True) -> None:
+        """Write all of `data` or nothing: a reader never sees a part of it; without `sync` a local disk takes it in its
+        own time, and only a power failure can undo it.
 
         Raises:
             UserError: no space, no permission, or the store cannot be reached.
@@ -121,17 +122,19 @@ class Store:
             try:
                 with open(temp, "wb") as handle:
                     handle.write(data)
-                    handle.flush()
-                    os.fsync(handle.fileno())
+                    if sync:
+                        handle.flush()
+                        os.fsync(handle.fileno())
                 os.replace(temp, full)
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.unlink(temp)
                 raise
-            _sync_folder(folder)
+            if sync:
+                _sync_folder(folder)
 
-    def write_json(self, path: str, data: Any) -> None:
-        self.write_bytes(path, (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode())
+    def write_json(self, path: str, data: Any, sync: bool = True) -> None:
+        self.write_bytes(path, (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode(), sync)
 
     def put(self, local: Path, path: str, sync: bool = True) -> None:
         """Move a finished local file to `path`, all or nothing; without `sync` a local disk takes it in its own time.
@@ -152,13 +155,12 @@ class Store:
                 shutil.copyfile(local, temp)
                 local.unlink()
                 local = temp
-            with open(local, "rb") as handle:
-                if sync:
+            if sync:
+                with open(local, "rb") as handle:
                     os.fsync(handle.fileno())
-                else:
-                    os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # begin to write it out
             os.replace(local, full)
-            _sync_folder(folder)
+            if sync:
+                _sync_folder(folder)
 
     def scratch(self) -> Path:
         """A local folder for files on their way in: inside a local store, else in the temporary folder."""

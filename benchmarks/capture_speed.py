@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,7 +157,8 @@ def worker_config(args: argparse.Namespace, model: str, run_dir: str) -> Any:
         run=SimpleNamespace(url=run_dir),
     )
     engines = Engines(replicas=1, tensor_parallel=1, why="one GPU")
-    return _worker_config(ctx, torch.cuda.is_available(), engines)  # type: ignore[arg-type]
+    made = _worker_config(ctx, torch.cuda.is_available(), engines)  # type: ignore[arg-type]
+    return replace(made, spec=replace(made.spec, engine_process=args.engine_process))
 
 
 def run_shards(worker: Any, parts: range, in_flight: int) -> int:
@@ -368,6 +370,7 @@ def run_mode(mode: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
     options = [
         f"--{n}={getattr(args, n.replace('-', '_'))}" for n in (*SIZES, "shape", "out", "capture", "engine-args")
     ]
+    options += ["--engine-process"] * args.engine_process
     return run_case(["--mode", mode, "--model", model, *options], "benchmarks.capture_speed")
 
 
@@ -379,6 +382,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--capture", default="{}", help="the configuration's capture section, JSON")
     made.add_argument("--engine-args", default="{}", help="more arguments of vLLM's engine, JSON")
     made.add_argument("--out", default=tempfile.gettempdir(), help="folder on the disk that takes the shards")
+    made.add_argument("--engine-process", action="store_true", help="our engine in a process of its own")
     made.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     made.add_argument("--model", help=argparse.SUPPRESS)
     for name in SIZES:

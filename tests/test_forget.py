@@ -378,6 +378,22 @@ def test_parts_of_other_settings_go_too(tiny: Path, tmp_path: Path) -> None:
     assert set(valid) == {0, 2}
 
 
+def test_what_no_entry_vouches_for_goes_and_is_named(tiny: Path, tmp_path: Path) -> None:
+    config = config_of(tiny, tmp_path)
+    ctx, identity = finish_run(config)
+    parts = tmp_path / "run" / PARTS
+    (parts / "part-00001.json").write_text("{cut off")
+    (parts / "part-00009-0123abcd.parquet").write_bytes(b"of a writer that was killed")
+    lines = forget(config, [identity])
+    assert not list(parts.glob("part-00001*")) and not list(parts.glob("part-00009*"))
+    [told] = [line for line in lines if f"{PARTS}/part-00001 " in line]
+    assert "removed whole, 3 file(s): its entry cannot be read; `draftmill run` makes it again" in told
+    [others] = [line for line in lines if line.split()[0] == PARTS]
+    assert others.endswith("1 file(s) that belong to no committed part")
+    valid, _ = committed_parts(ctx.run.store, part_keys(ctx), "checksum")
+    assert set(valid) == {0, 2}
+
+
 def test_before_generate_and_through_ingest(tiny: Path, tmp_path: Path) -> None:
     config = config_of(tiny, tmp_path)
     ctx = context(config)

@@ -441,3 +441,38 @@ def test_a_run_begins_in_the_folder_its_plan_was_stored_in(tmp_path: Path) -> No
         UserError, match=r"holds other files \(plan.json, thesis.txt\)|holds other files \(thesis.txt\)"
     ):
         refuse_foreign_folder(RunFolder(str(tmp_path)))
+
+
+def test_a_source_without_rows_is_named(run: Config, tmp_path: Path) -> None:
+    config = run.model_copy(deep=True)
+    empty = config.sources[0].model_copy(update={"name": "empty", "path": str(write_rows(tmp_path / "e.jsonl", []))})
+    both = config.model_copy(update={"sources": [*config.sources, empty]})
+    assert "empty: it holds no rows, and counts for nothing" in plan_run(both).assumptions
+    with pytest.raises(UserError, match=r"the sources hold no rows \(empty\); look at sources\.N\.path"):
+        plan_run(config.model_copy(update={"sources": [empty]}))
+
+
+@pytest.mark.parametrize(
+    ("reasons", "words"),
+    [
+        (
+            ["no_prompt"] * 3 + ["bad_role"],
+            r"of s can be used: 3 no_prompt, 1 bad_role; `draftmill preview` shows",
+        ),
+        (["prompt_too_long", "too_long"], r"can be used: 2 too long for generate\.max_length 100; raise it or look"),
+        (["prompt_too_long", "no_prompt"], r"1 too long for generate\.max_length 100, 1 no_prompt; `draftmill prev"),
+        ([None, None], r"can be used: 2 too long for generate\.max_length 100; raise it"),
+    ],
+)
+def test_where_no_row_is_left_the_true_reasons_are_counted(reasons: list[str | None], words: str) -> None:
+    requests = [Request("s", "regenerate", 200, None, reason) for reason in reasons]
+    sample = SourceSample("s", "regenerate", len(requests), len(requests), requests)
+    with pytest.raises(UserError, match=words):
+        token_stats(a_config(max_length=100, max_new_tokens=40), [sample], {})
+
+
+def test_where_every_source_is_skipped_it_says_so(run: Config, tmp_path: Path) -> None:
+    gone = run.sources[0].model_copy(update={"path": str(tmp_path / "gone.jsonl")})
+    skipping = run.ingest.model_copy(update={"on_source_error": "skip"})
+    with pytest.raises(UserError, match="no source could be read, all were skipped"):
+        plan_run(run.model_copy(update={"sources": [gone], "ingest": skipping}))

@@ -201,6 +201,24 @@ def test_f39_more_than_the_cluster_has_is_refused_in_seconds(tiny: Path, tmp_pat
         disconnect()
 
 
+@pytest.mark.cluster
+def test_f38_pipelines_one_after_the_other_in_one_driver_each_get_both_gpus(tiny: Path, tmp_path: Path) -> None:
+    import ray
+
+    ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=10**8)
+    try:
+        for name, given in (("one", {"tensor_parallel": 2}), ("two", {"replicas": 2})):
+            settings = {f"generate__{key}": value for key, value in given.items()}
+            source = write_rows(tmp_path / f"{name}.jsonl", prompts(25, name))
+            config = tiny_config(tiny, tmp_path / name, source, **settings)
+            run_pipeline(config, stages_up_to("generate"))
+            assert context(config).input("generate").counts["kept"] == 25
+            assert not held_groups()
+            assert ray.available_resources()["GPU"] == 2
+    finally:
+        disconnect()
+
+
 @pytest.fixture
 def two_nodes() -> Iterator[None]:
     """A cluster of two nodes with a GPU each, so that an engine of two spans them."""
@@ -280,3 +298,17 @@ def test_f31_the_parts_in_flight_hold_rows_for_two_batches(max_num_seqs: int, ro
         "test",
     )
     assert generate.parts_in_flight(config) == parts
+
+
+def test_the_nodes_of_a_large_cluster_are_counted_once() -> None:
+    """The choice asks for the total for every number of nodes an engine may span."""
+    counted: list[int] = []
+
+    class Nodes(tuple[int, ...]):
+        def __iter__(self) -> Iterator[int]:
+            counted.append(len(self))
+            return super().__iter__()
+
+    cluster = Cluster(Nodes((8,) * 3000), H200, 64, "H200")
+    assert choose(a_config(), HUGE, cluster).tensor_parallel == 8
+    assert len(counted) < 100

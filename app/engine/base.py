@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from app.packed import Captured, plain_states
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -17,6 +19,7 @@ class EngineSpec:
     num_layers: int  # n; s_n is captured as the teacher state
     capture_mode: str = "auxiliary"  # auxiliary | extract
     dtype: str = "bfloat16"
+    codec: str | None = None  # a GPU packs the states in it; None: they come as they are (app/packed.py)
     max_model_len: int = 2048  # tokens, prompt and answer
     max_num_seqs: int = 64  # requests decoded at once
     tensor_parallel_size: int = 1
@@ -26,6 +29,7 @@ class EngineSpec:
     kv_cache_gib: float | None = None  # CPU only: GiB of KV cache
     cpu_threads: int | None = None  # CPU only: compute threads; None: every core the process may use
     gpu_memory_utilization: float = 0.9
+    engine_process: bool = False  # the engine's loop in a process of its own, away from this one's other threads
     engine_args: dict[str, Any] = field(default_factory=dict)  # passed through to vLLM
     endpoints: EndpointSpec | None = None  # servers that make the answers; the engine then only captures
 
@@ -56,6 +60,7 @@ class Request:
     answer_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None  # what prompt_ids was rendered from; for servers asked by chat alone
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # of that render, `tools` among them
+    urgent: bool = False  # goes before every request that waits
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,11 @@ class Completion:
 
     answer_ids: list[int]  # token ids from the engine, the end token included when it was emitted
     finish_reason: str  # "stop" | "length" | "prefill"
-    states: Tensor  # [T-1, 4, H] target dtype, CPU: s_a, s_b, s_c, s_n for positions 0..T-2
+    states: Captured  # [T-1, 4, H] target dtype, or packed, CPU: s_a, s_b, s_c, s_n for positions 0..T-2
+
+    def plain(self) -> Tensor:
+        """The states as plain values [T-1, 4, H]."""
+        return plain_states(self.states)
 
 
 class Engine(Protocol):

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
+import math
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from app.engine.handover import SharedRows, publish_fault
 from app.engine.host_memory import host_memory
+from app.packed import Packing
 
+_LARGE = 2**18  # bytes: a copy that takes longer than to let another thread run
+_copy = ctypes.PyDLL(None).memmove  # keeps the interpreter's lock
+_copy_aside = ctypes.CDLL(None).memmove
+for _function in (_copy, _copy_aside):
+    _function.argtypes, _function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
 _GROWTH = 1024  # rows added when a request outgrows the capacity it was opened with
 
 
@@ -34,22 +43,28 @@ class Piece:
 class _Slot:
     """The rows of one request: position p lies at row p, whatever order and however often it arrives."""
 
-    def __init__(self, capacity: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, capacity: int, shape: tuple[int, ...], dtype: torch.dtype, folder: str | None = None) -> None:
         # Pages of the part no position reaches are not touched: a generous capacity costs little memory.
-        self.rows = host_memory.empty((capacity, *shape), dtype)  # [capacity, K, H]
+        self.shared: SharedRows | None = None
+        if folder is None:
+            self.rows = host_memory.empty((capacity, *shape), dtype)  # [capacity, K, H] or [capacity, bytes]
+        else:
+            self.shared = SharedRows(folder, capacity * math.prod(shape) * dtype.itemsize)
+            self.rows = torch.from_numpy(self.shared.memory).view(dtype).view(capacity, *shape)
+        self.address, self.capacity = self.rows.data_ptr(), capacity
         self.present = bytearray(capacity)  # 1 where the position has arrived
 
-    def place(self, start: int, count: int) -> Tensor:
-        """Where positions start..start+count-1 belong, [count, K, H]; call `arrived` once they are there."""
-        end = start + count
-        if end > self.rows.shape[0]:
-            more = max(end - self.rows.shape[0], _GROWTH)
+    def reach(self, end: int) -> None:
+        """Make room for positions up to `end`."""
+        if self.shared is not None:
+            if end > self.capacity:
+                raise MissingStates(f"position {end - 1} of a request that was to have {self.capacity}")
+            self.shared.reserve(end * self.rows[0].nbytes)
+        elif end > self.capacity:
+            more = max(end - self.capacity, _GROWTH)
             self.rows = torch.cat([self.rows, self.rows.new_empty((more, *self.rows.shape[1:]))])
+            self.address, self.capacity = self.rows.data_ptr(), self.capacity + more
             self.present.extend(bytes(more))
-        return self.rows[start:end]
-
-    def arrived(self, start: int, count: int) -> None:
-        self.present[start : start + count] = b"\1" * count
 
     def missing(self, count: int) -> str | None:
         """The positions of 0..count-1 that never arrived, in words, or None."""
@@ -60,7 +75,7 @@ class _Slot:
 
 
 class CaptureStore:
-    """Rows [K, H] by (request, position). Written by the worker, taken once per request by the engine.
+    """Rows, [K, H] or packed, by (request, position). Written by the worker, taken once per request by the engine.
 
     A position that is computed again (a preempted request starts over) overwrites itself. Rows that arrive
     after a request was taken are dropped: with asynchronous scheduling one step more may run.
@@ -71,6 +86,7 @@ class CaptureStore:
 
     def __init__(self, late_rows: bool = True) -> None:
         self._late_rows = late_rows
+        self.folder: str | None = None  # where rows are handed over to another process when their request ends
         self._slots: dict[str, _Slot] = {}
         self._taken: set[str] = set()
         self._held: dict[str, bool] = {}  # to be taken; whether the engine has reported their end already
@@ -103,25 +119,31 @@ class CaptureStore:
     def write_batch(self, rows: Tensor, pieces: Sequence[Piece]) -> None:
         """Store the rows of a step's batch, [tokens, K, H] (CPU), that `pieces` describe.
 
-        One call for all of them: at hundreds of requests a step the lock and each turn of the interpreter's
-        lock, which the engine's thread needs as well, would cost more than the copying.
+        One call for all of them, and plain copies of memory: at hundreds of requests a step the lock, tensors made for
+        each and each turn of the interpreter's lock, which the engine's thread needs as well, would cost more than
+        the copying.
         """
         with self._changed:
             found = [(p, self._slot(p, rows)) for p in pieces if p.key not in self._taken]
         if not found:
             return
-        with torch.inference_mode():
-            places = [slot.place(p.start, p.count) for p, slot in found]
-            torch._foreach_copy_(places, [rows[p.first : p.first + p.count] for p, _ in found])
+        rows = rows.contiguous()
+        base, row = rows.data_ptr(), rows[0].nbytes
         for p, slot in found:
-            slot.arrived(p.start, p.count)
+            size = p.count * row
+            copy = _copy if size < _LARGE else _copy_aside
+            with torch.inference_mode(False):
+                slot.reach(p.start + p.count)
+            copy(slot.address + p.start * row, base + p.first * row, size)
+            slot.present[p.start : p.start + p.count] = b"\1" * p.count
 
     def _slot(self, piece: Piece, rows: Tensor) -> _Slot:
         slot = self._slots.get(piece.key)
         if slot is None:
             # Ordinary tensors even inside inference mode: whoever takes them may train on them.
             with torch.inference_mode(False):
-                slot = _Slot(max(piece.capacity, piece.start + piece.count), tuple(rows.shape[1:]), rows.dtype)
+                capacity = max(piece.capacity, piece.start + piece.count)
+                slot = _Slot(capacity, tuple(rows.shape[1:]), rows.dtype, self.folder)
             self._slots[piece.key] = slot
         return slot
 
@@ -163,13 +185,33 @@ class CaptureStore:
         return host_memory.empty((count, *slot.rows.shape[1:]), slot.rows.dtype).copy_(slot.rows[:count])
 
     def forget(self, key: str) -> None:
-        """The engine reports `key` as finished or aborted: drop what is left of it, unless it is held."""
+        """The engine reports `key` as finished or aborted: hand its rows over where they go to another process, else
+        drop what is left of it, unless it is held."""
         with self._changed:
             if key in self._held:
                 self._held[key] = True
                 return
-            self._slots.pop(key, None)
+            slot = self._slots.pop(key, None)
             self._taken.discard(key)
+        if slot is not None and self.folder is not None:
+            self._publish(key, slot, self.folder)
+
+    def _publish(self, key: str, slot: _Slot, folder: str) -> None:
+        """Name the rows of a request that has ended, aborted ones too: only the engine knows which nobody waits for."""
+        assert slot.shared is not None
+        count = slot.present.rfind(1) + 1
+        missing = slot.missing(count)
+        if self._fault is None and missing is None:
+            slot.shared.publish(folder, key, count * slot.rows[0].nbytes)
+            return
+        slot.shared.discard()
+        publish_fault(
+            folder,
+            key,
+            f"copying hidden states failed: {self._fault}"
+            if self._fault
+            else f"request {key}: {missing} were not captured",
+        )
 
 
 @dataclass
@@ -180,6 +222,7 @@ class WorkerStores:
     embeddings: CaptureStore | None = None  # s_0, while the self-check runs
     gives_embedding: bool = False  # whether the model class yields s_0 at all
     started: bool = False  # the engine is up; what ran before was vLLM's own warm-up
+    packing: Packing | None = None  # how a GPU packs `states` from now on; None: as they are
 
 
 # One worker per process, so one set; a KV connector has no other way to its worker.
@@ -207,14 +250,20 @@ class StoreAccess:
     """Methods a worker gains, for the engine to call through vLLM's `collective_rpc`."""
 
     rank: int
+    vllm_config: Any
 
-    def start_capture(self) -> None:
-        """The engine is up: keep states from now on."""
+    def start_capture(self, folder: str | None = None) -> None:
+        """The engine is up: keep states from now on, and name them in `folder` for an engine in another process."""
         _stores.started = True
+        _stores.states.folder = folder
 
     def capture_stores(self) -> WorkerStores:
         """The stores themselves, for an engine in the same process."""
         return _stores
+
+    def pack_states(self, codec: str | None, states: int) -> None:
+        """Pack the `states` states of a token in `codec` from now on; no request may be under way."""
+        _stores.packing = None if codec is None else packing_of(self.vllm_config.model_config, codec, states)
 
     def check_embeddings(self, on: bool) -> bool:
         """Keep s_0 as well from now on, or stop; False where the model class does not give it."""
@@ -227,21 +276,7 @@ class StoreAccess:
             return None
         return _stores.embeddings.take(key, count)
 
-    def export_states(self, key: str, count: int, path: str) -> None:
-        """Write the states of a request to `path` for an engine in another process, from a thread.
 
-        `path` appears whole; `path + ".error"` appears with the reason instead when states are missing.
-        """
-        if self.rank == 0:
-            _stores.states.hold(key)
-            threading.Thread(target=_export, args=(_stores.states, key, count, path), daemon=True).start()
-
-
-def _export(store: CaptureStore, key: str, count: int, path: str) -> None:
-    try:
-        torch.save(store.take(key, count), path + ".part")
-        os.rename(path + ".part", path)
-    except (MissingStates, OSError) as error:
-        with open(path + ".error.part", "w") as handle:
-            handle.write(str(error))
-        os.rename(path + ".error.part", path + ".error")
+def packing_of(model_config: Any, codec: str, states: int) -> Packing:
+    """How `states` states of a token of vLLM's model are packed."""
+    return Packing(codec, int(model_config.get_hidden_size()), model_config.dtype, states)

@@ -18,10 +18,12 @@ from torch import Tensor
 from vllm.platforms import current_platform
 
 from app.engine.capture_store import CaptureStore, Piece, StoreAccess, external_key, reset_stores
+from app.engine.pack_kernel import Packer, packer
+from app.packed import Packing
 
 CONFIG_KEY = "draftmill_layer_ids"  # in additional_config, and so in the key of vLLM's compile cache
 _CHUNK = 1024  # tokens per pinned buffer
-_CHUNKS = 16
+_CHUNKS = 40  # two prefill steps of vLLM's usual 16,384 tokens, and some
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -33,10 +35,14 @@ class HostCopier:
     """Device to host through a ring of pinned buffers on a side stream; a thread files the rows.
 
     The forward pass never waits, unless every buffer of the ring is still on its way.
+
+    Args:
+        shape, dtype: of a token's row, [K, H] or packed.
     """
 
     def __init__(self, store: CaptureStore, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._store = store
+        self.shape = shape
         self._stream = torch.cuda.Stream()
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(_CHUNKS):
@@ -46,12 +52,14 @@ class HostCopier:
         self._thread.start()
 
     def copy(self, rows: Tensor, pieces: list[Piece]) -> None:
-        """Start the copy of rows [tokens, K, H] (device) that `pieces` describe."""
+        """Start the copy of rows [tokens, *shape] (device) that `pieces` describe."""
         self._stream.wait_stream(torch.cuda.current_stream())
         rows.record_stream(self._stream)
         for low in range(0, rows.shape[0], _CHUNK):
             high = min(low + _CHUNK, rows.shape[0])
-            here = [_cut(p, low, high) for p in pieces if p.first < high and p.first + p.count > low]
+            here = pieces
+            if rows.shape[0] > _CHUNK:
+                here = [_cut(p, low, high) for p in pieces if p.first < high and p.first + p.count > low]
             buffer = self._free.get()
             event = torch.cuda.Event(blocking=True)  # the thread sleeps meanwhile: the host's cores have work
             with torch.cuda.stream(self._stream):
@@ -99,6 +107,8 @@ class CaptureWorker(StoreAccess, PlatformWorker):
         self._stores = reset_stores()
         self._copier: HostCopier | None = None
         self._capacity: dict[str, int] = {}
+        self._pack: Packer | None = None
+        self._packing: Packing | None = None  # of `_pack`
         self._num_states = 0  # without s_0
 
     def _layer_ids(self) -> tuple[int, ...]:
@@ -150,13 +160,20 @@ class CaptureWorker(StoreAccess, PlatformWorker):
             s_0 = states.pop(0)
             if self._stores.embeddings is not None:
                 self._stores.embeddings.write_batch(s_0.unsqueeze(1).cpu(), pieces)
+        packing = self._stores.packing
+        if self._pack is None or self._packing != packing:
+            self._pack, self._packing = packer(packing, states[0].device), packing
         # A copy of its own: the tensors may be buffers that the next graph replay overwrites.
-        rows = torch.stack(states, dim=1)  # [tokens, K, H]
+        rows = self._pack(states)  # [tokens, K, H] or [tokens, bytes]
         if rows.device.type == "cpu":
             self._stores.states.write_batch(rows, pieces)
             return
+        shape = tuple(rows.shape[1:])
+        if self._copier is not None and self._copier.shape != shape:
+            self._copier.close()
+            self._copier = None
         if self._copier is None:
-            self._copier = HostCopier(self._stores.states, tuple(rows.shape[1:]), rows.dtype)
+            self._copier = HostCopier(self._stores.states, shape, rows.dtype)
         self._copier.copy(rows, pieces)
 
     def _pieces(self, scheduler_output: Any, state: Any) -> list[Piece]:

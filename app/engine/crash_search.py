@@ -101,7 +101,7 @@ class AttemptRecord:
         self._store.delete(self._path)
 
     def _write(self) -> None:
-        self._store.write_json(self._path, asdict(self.now))
+        self._store.write_json(self._path, asdict(self.now), sync=False)  # it outlives the process; no more is needed
 
 
 class Gate:

@@ -143,7 +143,7 @@ class EndpointCheck:
         states, emitted = [], []
         for request, ids in answered:
             done = await self._capture(replace(request, answer_ids=ids))
-            states.append(done.states[len(request.prompt_ids) - 1 :, -1])  # s_n [answer, H]
+            states.append(done.plain()[len(request.prompt_ids) - 1 :, -1])  # s_n [answer, H]
             emitted += ids
         predicted = await asyncio.to_thread(self._predicted, torch.cat(states))
         return sum(a == b for a, b in zip(predicted, emitted, strict=True)), len(emitted)

@@ -105,17 +105,22 @@ class ExtractConnector(KVConnectorBase_V1, SupportsHMA):
         requests = metadata.requests if isinstance(metadata, FinishedRequests) else []
         if get_tensor_model_parallel_rank() == 0:
             for request in requests:
+                stores = current_stores()
                 rows = self._rows(request)
-                current_stores().states.write(external_key(request.request_id), 0, rows, rows.shape[0])
+                rows = (rows if stores.packing is None else stores.packing.pack(rows)).cpu()
+                key = external_key(request.request_id)
+                stores.states.write(key, 0, rows, rows.shape[0])
+                if stores.states.folder is not None:
+                    stores.states.forget(key)  # which hands them over
         return {request.request_id for request in requests} or None, None
 
     def _rows(self, request: Finished) -> Tensor:
-        """States of one request, [count, K, H] on the CPU."""
+        """States of one request, [count, K, H] on the device."""
         assert self._cache is not None
         blocks = self._cache[torch.tensor(request.block_ids, device=self._cache.device)]
         if blocks.shape[1] == self._num_states:
             blocks = blocks.transpose(1, 2)  # [blocks, block size, K, H]
-        return blocks.flatten(0, 1)[: request.count].cpu()
+        return blocks.flatten(0, 1)[: request.count]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 _SMALL = 2**20  # bytes; the allocator recycles less by itself
-_LARGEST_IDLE = 8 * 2**30  # bytes, and at most this share of the host's memory:
-_IDLE_SHARE = 1 / 16
+_LARGEST_IDLE = 32 * 2**30  # bytes, and at most this share of the host's memory:
+_IDLE_SHARE = 1 / 8
 
 
 class HostMemory:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,9 +25,10 @@ from app.engine.factory import start_engine
 from app.engine.patience import persistently
 from app.engine.progress import RowCounter, UnderWay
 from app.engine.row_checks import check_states
-from app.engine.spot_check import sample_to_check, stored_differ
+from app.engine.spot_check import in_checking_order, stored_differ
 from app.errors import RowError, UserError
 from app.masks import check_prompt_length
+from app.packed import PackedStates
 from app.parts import PartEntry, commit_part, read_ingest_part, stored_states
 from app.record import engine_version
 from app.sources.shapes import WITHHELD
@@ -84,7 +85,7 @@ class PartWorker:
         outcomes: list[dict[str, Any]] = []
         for part, key in zip(batch["part"], batch["key"], strict=True):
             try:
-                if self._store.exists(STOP):
+                if persistently(lambda: self._store.exists(STOP), self._store.url):
                     outcomes.append({"not_begun": int(part)})
                     continue
                 outcomes.append(asdict(self._make(int(part), str(key))))
@@ -132,9 +133,7 @@ class PartWorker:
     async def _make_part(self, part: int, key: str, rows: list[dict[str, Any]], record: AttemptRecord) -> PartEntry:
         started = time.monotonic()
         async with self._gate.enter(alone=record.now.searching):
-            results = await self._answer_groups(part, rows, record)
-            if self._config.spot_check:
-                await self._spot_check(part, key, results)
+            results = await self._answer_groups(part, key, rows, record)
         kept_rows: list[dict[str, Any]] = []
         states: list[Stored] = []
         rejects: list[dict[str, str]] = []
@@ -192,17 +191,28 @@ class PartWorker:
             self._store.url,
         )
 
-    async def _answer_groups(self, part: int, rows: list[dict[str, Any]], record: AttemptRecord) -> list[Answered]:
+    async def _answer_groups(
+        self, part: int, key: str, rows: list[dict[str, Any]], record: AttemptRecord
+    ) -> list[Answered]:
         """What became of each row. All run at once, unless rows of this part have ended a process."""
         by_id = {row["id"]: row for row in rows}
         crash = RowError("engine_crash", "the engine's process ended while this row alone was under way")
-        found: dict[str, Answered] = {row: ([], crash) for row in record.now.blamed}
-        for group in list(record.now.groups):
+        answers: dict[str, asyncio.Future[Answered]] = {row: _settled(([], crash)) for row in record.now.blamed}
+        groups = list(record.now.groups)
+        chosen, unchecked = "", None
+        for number, group in enumerate(groups, 1):
             await asyncio.to_thread(persistently, lambda group=group: record.begin(group), self._store.url)
-            answers = await asyncio.gather(*(self._answer(part, by_id[row]) for row in group))
-            found |= zip(group, answers, strict=True)
+            answers |= {row: asyncio.ensure_future(self._answer(part, by_id[row])) for row in group}
+            under_way: list[Awaitable[Any]] = [answers[row] for row in group]
+            if self._config.spot_check and number == len(groups):
+                *_, (chosen, unchecked) = await asyncio.gather(*under_way, self._spot_check(part, key, answers))
+            else:
+                await asyncio.gather(*under_way)
             record.passed(group)
-        return [found[row["id"]] for row in rows]
+        results = {row: answer.result() for row, answer in answers.items()}
+        if unchecked is not None:
+            results[chosen] = ([], unchecked)
+        return [results[row["id"]] for row in rows]
 
     async def _answer(self, part: int, row: dict[str, Any]) -> Answered:
         """Samples of one conversation. A fault in a later turn keeps the turns before it."""
@@ -217,22 +227,29 @@ class PartWorker:
         self._rows.finished(part, row["id"], sum(len(sample["answer_ids"]) for sample, _ in samples))
         return samples, fault
 
-    async def _spot_check(self, part: int, key: str, results: list[Answered]) -> None:
-        """Compute one sample of the part again by itself; where that cannot be done its row is rejected.
+    async def _spot_check(
+        self, part: int, key: str, answers: dict[str, asyncio.Future[Answered]]
+    ) -> tuple[str, RowError | None]:
+        """Compute one sample of the part again by itself, as soon as it is there.
+
+        Returns the row it is of, and why that could not be done: the row is to be rejected then.
 
         Raises:
             UserError: its states are not those that were captured.
         """
-        owners = [(row, *made) for row, (samples, _) in enumerate(results) for made in samples]
-        if not owners:
-            return
-        row, sample, stored = owners[sample_to_check([sample for _, sample, _ in owners], key)]
-        request = Request(f"{sample['sample_id']}-check", sample["prompt_ids"], 1, {}, sample["answer_ids"])
+        for row in in_checking_order(list(answers), key):
+            samples, _ = await answers[row]
+            if samples:
+                break
+        else:
+            return "", None
+        sample, stored = samples[-1]
+        name, given = f"{sample['sample_id']}-check", sample["answer_ids"]
+        request = Request(name, sample["prompt_ids"], 1, {}, given, urgent=True)
         try:
             alone = await self._complete(request)
         except RowError as error:
-            results[row] = ([], RowError("not_checked", f"its states could not be computed again: {error.detail}"))
-            return
+            return row, RowError("not_checked", f"its states could not be computed again: {error.detail}")
         layers = (*self._config.spec.aux_layer_ids, self._config.spec.num_layers)
         fault = await asyncio.to_thread(stored_differ, stored, alone.states, sample, layers)
         if fault is not None:
@@ -240,6 +257,7 @@ class PartWorker:
                 f"part {part}: the states captured for {sample['sample_id']} are not those that its tokens give alone"
                 f" ({fault}); nothing of this part is kept. Try capture.mode=extract, or another version of the engine"
             )
+        return row, None
 
     async def _regenerate(self, row: dict[str, Any], samples: Samples) -> None:
         kwargs = {**self._config.template_kwargs, **json.loads(row["template_kwargs"])}
@@ -307,6 +325,8 @@ class PartWorker:
 
     async def _stored(self, done: Completion, mask: list[bool]) -> Stored:
         """What is kept of the states, in the codec; row by row, so that a part's end has little left to do."""
+        if isinstance(done.states, PackedStates):  # encoded already
+            return stored_states(done.states, mask, self._config.codec)
         return await asyncio.to_thread(stored_states, done.states, mask, self._config.codec)
 
     async def _complete(self, request: Request) -> Completion:
@@ -319,7 +339,10 @@ class PartWorker:
         if len(done.states) != expected:
             raise RowError("bad_states", f"{len(done.states)} states for {expected + 1} tokens")
         layers = (*self._config.spec.aux_layer_ids, self._config.spec.num_layers)
-        fault = await asyncio.to_thread(check_states, done.states, layers)  # a wave of rows often ends at once
+        if isinstance(done.states, PackedStates):  # the arithmetic is done
+            fault = check_states(done.states, layers)
+        else:
+            fault = await asyncio.to_thread(check_states, done.states, layers)  # a wave of rows often ends at once
         if fault is not None:
             raise RowError("bad_states", fault)
         return done
@@ -353,6 +376,12 @@ class PartWorker:
             "finish_reason": done.finish_reason,
             "truncated": truncated,
         }
+
+
+def _settled(answered: Answered) -> asyncio.Future[Answered]:
+    future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
+    future.set_result(answered)
+    return future
 
 
 def _sampling_of(values: dict[str, Any], identity: str, turn: int) -> dict[str, Any]:

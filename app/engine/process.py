@@ -25,6 +25,7 @@ def prepare_process(cpu_threads: int | None = None) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         # For workers in processes of their own: OpenMP reads it when torch is loaded, so here it is too late.
         "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # tensors from an engine in a process of its own, which is ours
     }
     if importlib.util.find_spec("flashinfer") is None:
         settings["VLLM_USE_FLASHINFER_SAMPLER"] = "0"

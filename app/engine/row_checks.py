@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from app.codecs import decoded
+from app.packed import Captured, PackedStates
 
 ZERO_SHARE = 0.5  # exact zeros among the values of a layer; real residual streams have almost none
 NORM_BAND = 1e4  # a position's norm against the layer's median, either way
@@ -13,29 +18,28 @@ GROWTH_BAND = 1e4  # a layer's median norm against that of the layer before, eit
 _SAMPLE = 32  # positions whose single values are looked at
 
 
-def check_states(states: Tensor, layer_ids: Sequence[int]) -> str | None:
+def check_states(states: Captured, layer_ids: Sequence[int]) -> str | None:
     """The fault of one request's states, in words that name the layer, or None.
 
     The bands are wide on purpose: first tokens carry massive activations (hundreds of times the median norm)
     and norms grow with depth. They catch memory nobody wrote and cache blocks of something else.
     A request of one token repeated throughout has constant states and is reported as such.
-    Costs one pass for the norms and a look at 32 positions: about 2 microseconds per token at H = 4,096.
+    Costs one pass for the norms and a look at 32 positions: about 2 microseconds per token at H = 4,096; packed states
+    bring their norms along.
 
     Args:
-        states: [N, K, H], any float type; K states of N positions.
+        states: [N, K, H], any float type or packed; K states of N positions.
         layer_ids: the K ids k (state after k layers), ascending, for the message.
     """
-    if states.ndim != 3 or states.shape[1] != len(layer_ids):
+    if len(states.shape) != 3 or states.shape[1] != len(layer_ids):
         return f"states have shape {tuple(states.shape)}, expected [positions, {len(layer_ids)}, hidden]"
     count = states.shape[0]
     if count == 0:
         return "there are no positions"
-    norms = torch.linalg.vector_norm(states, dim=-1).float()  # [N, K]; NaN and infinity carry through
-    step = max(1, count // _SAMPLE)
-    zero_share = (states[::step] == 0).float().mean((0, 2)).tolist()  # [K]
-    medians = norms.median(0).values.tolist()  # [K]
+    norms, zero_share = _norms_and_zeros(states)
+    medians = np.sort(norms, 0)[(count - 1) // 2].tolist()  # [K]
     for k, layer in enumerate(layer_ids):
-        fault = _layer_fault(states[:, k], norms[:, k], medians[k], zero_share[k])
+        fault = _layer_fault(_layer(states, k), norms[:, k], medians[k], zero_share[k])
         if fault is None and k > 0 and not 1 / GROWTH_BAND < medians[k] / medians[k - 1] < GROWTH_BAND:
             fault = f"median norm {medians[k] / medians[k - 1]:.2g} times that of layer {layer_ids[k - 1]}"
         if fault is not None:
@@ -43,23 +47,42 @@ def check_states(states: Tensor, layer_ids: Sequence[int]) -> str | None:
     return None
 
 
-def _layer_fault(states: Tensor, norms: Tensor, median: float, zero_share: float) -> str | None:
-    """The fault of one layer: states [N, H], norms [N] fp32."""
-    count = states.shape[0]
-    finite = torch.isfinite(norms)  # [N]
-    if not bool(finite.all()):
-        first = int((~finite).nonzero()[0])
+def _norms_and_zeros(states: Captured) -> tuple[NDArray[np.float32], list[float]]:
+    """Norms [N, K], NaN where a value is, and the share of exact zeros of each of the K states."""
+    # NumPy from here on: hundreds of rows may end at once, and PyTorch's small operations cost ten times as much.
+    if isinstance(states, PackedStates):
+        return states.norms().numpy(), (states.zeros().numpy().mean(0) / states.shape[2]).tolist()
+    step = max(1, len(states) // _SAMPLE)
+    norms = torch.linalg.vector_norm(states, dim=-1).float()
+    return norms.numpy(), (states[::step] == 0).float().mean((0, 2)).tolist()
+
+
+def _layer(states: Captured, k: int) -> Callable[[], Tensor]:
+    """The values of the k-th state [N, H], as they are stored, made when they are asked for."""
+    if isinstance(states, PackedStates):
+        return lambda: decoded(states.stored(k, k + 1))
+    return lambda: states[:, k]
+
+
+def _layer_fault(
+    states: Callable[[], Tensor], norms: NDArray[np.float32], median: float, zero_share: float
+) -> str | None:
+    """The fault of one layer: states gives [N, H], norms [N] fp32."""
+    count = len(norms)
+    finite = np.isfinite(norms)  # [N]
+    if not finite.all():
+        first = int((~finite).argmax())
         return f"not finite at {int((~finite).sum())} of {count} positions, first at position {first}"
     low, high = float(norms.min()), float(norms.max())
     if high == 0:
         return "all zero"
     if low == 0:
         zero = norms == 0  # [N]
-        first = int(zero.nonzero()[0])
+        first = int(zero.argmax())
         return f"all zero at {int(zero.sum())} of {count} positions, first at position {first}"
     if zero_share >= ZERO_SHARE:
         return f"{100 * zero_share:.0f} % of the values are zero"
-    if count > 2 and low == high and bool((states == states[0]).all()):
+    if count > 2 and low == high and bool(((values := states()) == values[0]).all()):
         return f"the same at all {count} positions"
     if high > NORM_BAND * median or low * NORM_BAND < median:
         return f"norms from {low / median:.2g} to {high / median:.2g} times the median over positions"

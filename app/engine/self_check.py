@@ -78,7 +78,7 @@ def embedding_fault(probes: list[Probe], embed_tokens: Tensor) -> str | None:
 
 def head_fault(probes: list[Probe], head: TargetHead) -> str | None:
     """How the tokens that s_n predicts differ from the emitted ones, or None."""
-    s_n = torch.cat([p.answer.states[len(p.prompt_ids) - 1 :, -1] for p in probes])  # [N, H]
+    s_n = torch.cat([p.answer.plain()[len(p.prompt_ids) - 1 :, -1] for p in probes])  # [N, H]
     emitted = torch.tensor([i for p in probes for i in p.answer.answer_ids])  # [N]
     logits = head.logits(s_n)  # [N, V]
     top = logits.amax(-1)  # [N]

@@ -10,32 +10,52 @@ import torch
 from torch import Tensor
 
 from app.codecs import States, decoded
+from app.packed import Captured, PackedStates
 from app.parts import teacher_positions
 
 # Relative error of a position between two ways to compute it. bf16 in another batch: 0.02 at most. States of another
 # row, or of the position beside: 0.5 to 1.2 at all but the positions of a prompt they share.
 TOLERANCE = 0.25
 SHARE = 0.1  # of positions that may exceed it
+LOOKED_AT = 64
 
 
-def sample_to_check(samples: Sequence[dict[str, Any]], key: str) -> int:
-    """Index of the sample of a part to compute again: by hash of the part's key and the sample's id."""
-
-    def rank(index: int) -> str:
-        return hashlib.sha256(f"{key}:{samples[index]['sample_id']}".encode()).hexdigest()
-
-    return min(range(len(samples)), key=rank)
+def in_checking_order(rows: Sequence[str], key: str) -> list[str]:
+    """The row ids of a part in the order in which one to check is looked for: by hash of the part's key and the id."""
+    return sorted(rows, key=lambda row: hashlib.sha256(f"{key}:{row}".encode()).hexdigest())
 
 
 def stored_differ(
-    stored: tuple[States, States], alone: Tensor, sample: dict[str, Any], layer_ids: Sequence[int]
+    stored: tuple[States, States], alone: Captured, sample: dict[str, Any], layer_ids: Sequence[int]
 ) -> str | None:
-    """How what is stored of a sample differs from its states made alone [T-1, 4, H], or None."""
-    aux, teacher = (decoded(s) for s in stored)
-    positions = teacher_positions(torch.tensor(sample["loss_mask"], dtype=torch.bool))  # [S]
+    """How what is stored of a sample differs from its states made alone [T-1, 4, H], or None.
+
+    A wrong row or position shows everywhere: up to LOOKED_AT positions of the prompt, of the answer and of the teacher
+    are compared.
+    """
+    aux, teacher = stored
+    prompt = len(sample["prompt_ids"])
+    if len(aux) != len(alone):
+        return f"{len(aux)} states instead of {len(alone)}"
+    taught = teacher_positions(torch.tensor(sample["loss_mask"], dtype=torch.bool))  # [S]
+    before, after = _spread(0, prompt - 1), _spread(prompt - 1, len(aux))
+    looked, chosen = torch.cat([before, after]), _spread(0, len(taught))
     return states_differ(
-        aux.view(len(aux), 3, -1), alone[:, :3], len(sample["prompt_ids"]), layer_ids[:3]
-    ) or states_differ(teacher.unsqueeze(1), alone[positions, 3:], 1, layer_ids[3:])
+        decoded(aux[looked]).view(len(looked), 3, -1), _values(alone, looked)[:, :3], len(before) + 1, layer_ids[:3]
+    ) or states_differ(decoded(teacher[chosen]).unsqueeze(1), _values(alone, taught[chosen])[:, 3:], 1, layer_ids[3:])
+
+
+def _spread(first: int, last: int) -> Tensor:
+    """Up to LOOKED_AT positions of first .. last-1, evenly apart [n] int64."""
+    count = max(0, last - first)
+    return first + torch.linspace(0, count - 1, min(count, LOOKED_AT)).round().long()
+
+
+def _values(states: Captured, positions: Tensor) -> Tensor:
+    """The states of some positions [n, 4, H]."""
+    if isinstance(states, PackedStates):
+        return PackedStates(states.rows[positions], states.packing).values()
+    return states[positions]
 
 
 def states_differ(captured: Tensor, alone: Tensor, prompt: int, layer_ids: Sequence[int]) -> str | None:

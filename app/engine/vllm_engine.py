@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import multiprocessing
+import multiprocessing.connection
 import os
 import queue
 import shutil
 import tempfile
 import threading
-import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,11 +22,14 @@ import torch
 from torch import Tensor
 
 from app.engine.base import Completion, EngineError, EngineSpec, Request
-from app.engine.capture_store import MissingStates, WorkerStores
+from app.engine.capture_store import MissingStates, WorkerStores, packing_of
+from app.engine.handover import drop, receive
 from app.engine.vllm_args import check_engine_args, engine_args, first_line, vllm_request
 from app.engine.warden import STATES_FOLDER, owner_tag
 from app.errors import RowError, UserError
+from app.packed import PackedStates, Packing
 
+URGENT = 8  # requests beyond max_num_seqs that vLLM takes, so that urgent ones find a place
 _IDLE_S = 0.5  # how long the idle engine waits for the inbox at a time
 
 
@@ -77,7 +82,13 @@ class VllmEngine:
         self._stores: WorkerStores | None = None  # of the worker, where it lives in this process
         self._exports: tempfile.TemporaryDirectory[str] | None = None  # from a worker in another process
         self._inbox: queue.SimpleQueue[Job | _Call | str | None] = queue.SimpleQueue()
-        self._jobs: dict[str, Job] = {}
+        self._packing: Packing | None = None  # of the states that the worker hands over
+        self._unwanted: list[str] = []  # aborted, and their states perhaps still to come
+        self._ended = False  # a request since the last step: the next one tells the worker, in process
+        self._on_gpu = self._own_process = False
+        self._waiting: deque[Job] = deque()
+        self._jobs: dict[str, Job] = {}  # in vLLM
+        self._num_urgent = 0  # of these
         self._late: list[Answered] = []  # mode extract: their states come with the next step
         self._dead: EngineError | None = None
         self._count = 0
@@ -92,6 +103,8 @@ class VllmEngine:
                 from app.engine.self_check import run_self_check
 
                 run_self_check(self)
+            if spec.codec is not None and self._on_gpu:
+                self.pack(spec.codec)
         except BaseException:
             self.close()
             raise
@@ -136,6 +149,12 @@ class VllmEngine:
         self._inbox.put(None)
         self._thread.join()
         self._finisher.shutdown(wait=True)
+
+    def pack(self, codec: str) -> None:
+        """Hand states over packed in `codec` from now on; no request may be under way."""
+        states = len(self.spec.aux_layer_ids) + 1
+        self._call(lambda: self._rpc("pack_states", codec, states))
+        self._packing = packing_of(self._engine.model_config, codec, states)
 
     def check_embeddings(self, on: bool) -> bool:
         """Start or stop keeping s_0, for the self-check; False where the model class does not give it."""
@@ -191,25 +210,48 @@ class VllmEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        args = engine_args(self.spec, bool(current_platform.is_cpu()))
+        self._on_gpu = not current_platform.is_cpu()
+        args = engine_args(self.spec, not self._on_gpu)
+        args["max_num_seqs"] += URGENT
+        backend = args["distributed_executor_backend"]
+        self._own_process = self.spec.engine_process or backend == "mp"
         # Sizes the batch as vllm.LLM does, for throughput: 16,384 tokens a step on a large GPU instead of 2,048.
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**args), usage_context=UsageContext.LLM_CLASS)
+        before = set(multiprocessing.active_children())
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(**args), usage_context=UsageContext.LLM_CLASS, enable_multiprocessing=self._own_process
+        )
+        if self._own_process:
+            self._watch(set(multiprocessing.active_children()) - before)
         self.vocab_size = int(self._engine.model_config.get_vocab_size())
-        self._rpc("start_capture")
-        if args["distributed_executor_backend"] == "uni":
+        if backend == "uni" and not self._own_process:
+            self._rpc("start_capture")
             self._stores = self._rpc("capture_stores")
         else:
             self._exports = tempfile.TemporaryDirectory(prefix=f"{STATES_FOLDER}{owner_tag()}-", dir=_export_root())
+            self._rpc("start_capture", self._exports.name)
+
+    def _watch(self, processes: set[Any]) -> None:
+        """Wake the engine's thread when a process of the engine ends: vLLM's client would wait for ever."""
+        outputs = self._engine.engine_core.outputs_queue
+
+        def wait() -> None:
+            multiprocessing.connection.wait([p.sentinel for p in processes])
+            self._dead = self._dead or EngineError("the engine's process ended")
+            outputs.put(RuntimeError("the engine's process ended"))
+
+        threading.Thread(target=wait, name="draftmill-watch", daemon=True).start()
 
     def _rpc(self, method: str, *args: Any) -> Any:
         """Run a method of the first worker."""
         return self._engine.collective_rpc(method, args=args)[0]
 
     def _loop(self) -> None:
-        while self._read_inbox(wait=not (self._jobs or self._late)):
-            if not (self._jobs or self._late):
+        while self._read_inbox(wait=not (self._jobs or self._waiting or self._late or self._ended)):
+            self._admit()
+            if not (self._jobs or self._late or self._ended):
                 continue
             late, self._late = self._late, []
+            self._ended = False
             for output in self._engine.step():
                 if output.finished:
                     self._finish(output)
@@ -227,15 +269,36 @@ class VllmEngine:
             if item is None:
                 break
             if isinstance(item, Job):
-                self._add(item)
+                if item.request.urgent:
+                    self._add(item)
+                else:
+                    self._waiting.append(item)
             elif isinstance(item, _Call):
                 try:
                     item.future.set_result(item.function())
                 except Exception as error:
                     item.future.set_exception(error)
-            elif self._jobs.pop(item, None) is not None:
-                self._engine.abort_request([item])
+            else:
+                self._abort(item)
         return False
+
+    def _admit(self) -> None:
+        """Hand vLLM what waits, in the order it came, up to the configured number of requests at once."""
+        while self._waiting and len(self._jobs) - self._num_urgent < self.spec.max_num_seqs:
+            self._add(self._waiting.popleft())
+
+    def _abort(self, key: str) -> None:
+        if self._leave(key) is not None:
+            self._engine.abort_request([key])
+            self._unwanted.append(key)
+        else:
+            self._waiting = deque(job for job in self._waiting if job.key != key)
+
+    def _leave(self, key: str) -> Job | None:
+        """Take a job out of those in vLLM, if it is one."""
+        job = self._jobs.pop(key, None)
+        self._num_urgent -= job is not None and job.request.urgent
+        return job
 
     def _add(self, job: Job) -> None:
         import vllm.exceptions
@@ -249,9 +312,10 @@ class VllmEngine:
             job.future.set_exception(RowError("bad_sampling" if at_fault else "bad_request", first_line(error)))
             return
         self._jobs[job.key] = job
+        self._num_urgent += job.request.urgent
 
     def _finish(self, output: Any) -> None:
-        job = self._jobs.pop(output.request_id, None)
+        job = self._leave(output.request_id)
         if job is None:
             return
         answer, reason = list(output.outputs[0].token_ids), output.outputs[0].finish_reason
@@ -261,7 +325,7 @@ class VllmEngine:
         if job.request.answer_ids is not None:
             answer, reason = list(job.request.answer_ids), "prefill"
         answered = Answered(job, answer, reason, len(job.request.prompt_ids) + len(answer) - 1)
-        if self.spec.capture_mode == "extract":
+        if self.spec.capture_mode == "extract" and not self._own_process:
             # The connector copies a finished request's blocks in the step after: run that one in any case.
             self._late.append(answered)
         else:
@@ -269,25 +333,26 @@ class VllmEngine:
 
     def _hand_over(self, answered: Answered) -> None:
         """Give the answer to the finisher, its states held: the next step tells the worker to forget them."""
-        path = None
         if self._exports is not None:
-            path = os.path.join(self._exports.name, answered.job.key)
-            self._rpc("export_states", answered.job.key, answered.positions, path)
+            self._ended = not self._own_process
+            folder = self._exports.name
+            self._unwanted = [key for key in self._unwanted if not drop(folder, key)]
         else:
             assert self._stores is not None
             self._stores.states.hold(answered.job.key)
-        self._finisher.submit(self._deliver, answered, path)
+        self._finisher.submit(self._deliver, answered)
 
-    def _deliver(self, answered: Answered, path: str | None) -> None:
+    def _deliver(self, answered: Answered) -> None:
         """On the finisher's thread: wait for the last copies and answer the caller."""
         job, answer, reason, positions = answered
         try:
-            if path is not None:
-                states = _read_export(path)
+            if self._exports is not None:
+                states = self._receive(job.key, positions)
             else:
                 assert self._stores is not None
                 states = self._stores.states.take(job.key, positions)
-            job.future.set_result(Completion(answer, reason, states))
+            captured = states if self._packing is None else PackedStates(states, self._packing)
+            job.future.set_result(Completion(answer, reason, captured))
         except MissingStates as error:
             # Capture no longer follows the engine: no later request could be trusted either.
             fault = EngineError(f"request {job.request.request_id}: {error}")
@@ -297,11 +362,25 @@ class VllmEngine:
         except BaseException as error:
             _set_exception(job.future, error)
 
+    def _receive(self, key: str, positions: int) -> Tensor:
+        """The rows that a worker in another process hands over."""
+        assert self._exports is not None
+        if self._packing is None:
+            shape: tuple[int, ...] = (len(self.spec.aux_layer_ids) + 1, self._engine.model_config.get_hidden_size())
+            dtype = self._engine.model_config.dtype
+        else:
+            shape, dtype = (self._packing.nbytes,), torch.uint8
+        try:
+            return receive(self._exports.name, key, positions, shape, dtype, lambda: self._dead is not None)
+        except (LookupError, OSError) as error:
+            raise MissingStates(str(error)) from error
+
     def _fail_all(self, error: EngineError) -> None:
         """Answer everything that waits with `error`."""
-        for job in [*self._jobs.values(), *(late.job for late in self._late)]:
+        for job in [*self._jobs.values(), *self._waiting, *(late.job for late in self._late)]:
             _set_exception(job.future, error)
         self._jobs.clear()
+        self._waiting.clear()
         self._late.clear()
         while True:
             try:
@@ -316,13 +395,10 @@ class VllmEngine:
         self._finisher.shutdown(wait=True)  # it reads the worker's store
         self._stores = None
         engine, self._engine = self._engine, None
-        sockets = _queue_sockets(engine) if self._exports is not None else []
         if engine is not None:
             for release in (engine.engine_core.shutdown, engine.renderer.shutdown):
                 with contextlib.suppress(Exception):
                     release()
-        for socket in sockets:
-            socket.close(linger=0)
         if self._exports is not None:
             self._exports.cleanup()
         del engine
@@ -334,45 +410,9 @@ def _set_exception(future: Future[Any], error: BaseException) -> None:
         future.set_exception(error)
 
 
-def _queue_sockets(engine: Any) -> list[Any]:
-    """The ZeroMQ sockets of vLLM's queues to its workers.
-
-    vLLM 0.26 leaves closing them to the garbage collector, and a context that is collected before its
-    sockets waits for them for ever: whoever holds them while the engine is released, and then closes them, is safe.
-    """
-    import zmq
-
-    executor = engine.engine_core.engine_core.model_executor
-    if not hasattr(executor, "rpc_broadcast_mq"):
-        return []  # Ray's, which has other ways to its workers
-    queues = [executor.rpc_broadcast_mq, *executor.response_mqs]
-    queues += [q for w in executor.workers for q in (w.worker_response_mq, *w.peer_worker_response_mqs)]
-    holders = [h for q in queues if q is not None for h in (q, getattr(q, "_spin_condition", None)) if h is not None]
-    return [v for h in holders for v in vars(h).values() if isinstance(v, zmq.Socket)]
-
-
 def _export_root() -> str:
     """Shared memory where it is large enough for states under way, else the temporary folder."""
     shared = "/dev/shm"
     if os.path.isdir(shared) and shutil.disk_usage(shared).free > 8 * 2**30:
         return shared
     return tempfile.gettempdir()
-
-
-def _read_export(path: str, timeout_s: float = 120.0) -> Tensor:
-    """The states that a worker in another process wrote to `path`; the file is removed.
-
-    Raises:
-        MissingStates: the worker says so, or nothing came in time.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not os.path.exists(path):
-        if os.path.exists(path + ".error"):
-            with open(path + ".error") as handle:
-                raise MissingStates(handle.read())
-        if time.monotonic() > deadline:
-            raise MissingStates(f"no states came from the worker within {timeout_s:.0f} s")
-        time.sleep(0.002)
-    states: Tensor = torch.load(path, weights_only=True)
-    os.unlink(path)
-    return states

@@ -26,10 +26,13 @@ from app.engine.part_worker import PartWorker, WorkerConfig
 from app.engine.progress import Ticker, start_board
 from app.engine.vllm_args import refuse_owned_args
 from app.errors import UserError
+from app.nodes import look_at_cluster
 from app.parts import PARTS, PartEntry, committed_parts, remove_orphans
 from app.pipeline import StageContext, StageResult
 from app.plan.cost import shape_of
 from app.plan.estimate import check_fits
+from app.plan.tokens import stats_of_ingest
+from app.preflight import check_nodes, demand_of, node_lines
 from app.record import record_of
 from app.runfolder import digest_of
 from app.sizing import (
@@ -44,6 +47,7 @@ from app.sizing import (
 )
 
 log = logging.getLogger("draftmill")
+_PARTS_LOOKED_AT = 8  # of ingest, for the length of a row
 
 
 def check(ctx: StageContext) -> None:
@@ -160,6 +164,7 @@ def _generate_parts(
     store.delete(ATTEMPTS)
     connect(config.ray)
     engines, on_gpu = _engines(ctx, len(todo))
+    _preflight(ctx, todo, engines, on_gpu)
     _quiet_ray_data()
     items = [(p, keys[p]) for p in todo]
     board = start_board()
@@ -205,6 +210,25 @@ def _engines(ctx: StageContext, parts: int) -> tuple[Engines, bool]:
     check_engines(config, engines, need, cluster)
     log.info("generate: %s", engines.why)
     return engines, cluster.total > 0
+
+
+def _preflight(ctx: StageContext, todo: list[int], engines: Engines, on_gpu: bool) -> None:
+    """Say what the nodes have, and what of it is short for the parts `todo`.
+
+    Raises:
+        UserError: it surely fails.
+    """
+    config, store = ctx.config, ctx.run.store
+    stats = stats_of_ingest(config, store, todo[:: max(1, len(todo) // _PARTS_LOOKED_AT)])
+    rows = config.storage.rows_per_part * min(parts_in_flight(config), len(todo))
+    demand = demand_of(
+        config, shape_of(ctx.target, config), engines, on_gpu, rows, stats.tokens / max(1, stats.rows)
+    )  # fmt: skip
+    rooms = look_at_cluster(store.root if store.is_local else None)
+    for line in node_lines(rooms, demand):
+        log.info("generate: %s", line)
+    for sentence in check_nodes(rooms, demand, engines.replicas, ctx.run.url):
+        log.warning("generate: %s", sentence)
 
 
 def parts_in_flight(config: Config) -> int:
@@ -272,6 +296,7 @@ def _worker_config(ctx: StageContext, on_gpu: bool, engines: Engines) -> WorkerC
         num_layers=ctx.target.num_layers,
         capture_mode=config.capture.mode,
         dtype=config.target.dtype,
+        codec=config.capture.codec,
         max_model_len=g.max_length,
         max_num_seqs=g.max_num_seqs,
         tensor_parallel_size=engines.tensor_parallel,

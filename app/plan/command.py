@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Sequence
+from dataclasses import replace
 
 from app.config import Config
 from app.engine.model_class import check_model_class
-from app.plan.cost import shape_of
+from app.errors import UserError
+from app.nodes import Room, look_at
+from app.pipelines.generate import parts_in_flight
+from app.plan.cost import Shape, shape_of
 from app.plan.estimate import PLAN_FILE, Plan, make_plan
-from app.plan.hardware import RATE_KEYS, Described, find_hardware, rough_rates
+from app.plan.hardware import GIB, RATE_KEYS, THIS_MACHINE, Described, Hardware, find_hardware, rough_rates
 from app.plan.measured import compare
 from app.plan.probe import probe
 from app.plan.text import compare_lines, plan_lines
@@ -23,8 +28,10 @@ from app.plan.tokens import (
     stats_of_run,
     token_stats,
 )
+from app.preflight import check_nodes, demand_of, node_lines
 from app.runfolder import RunFolder
-from app.sizing import settled
+from app.sizing import choose, need_of, settled
+from app.sizing import described as cluster_of
 from app.target import TargetInfo, inspect_target
 
 log = logging.getLogger("draftmill")
@@ -61,9 +68,27 @@ def plan_run(
     plan = make_plan(
         config, shape, stats, hardware, rates, price, committed=float(done.counts["bytes"]) if done is not None else 0.0
     )
+    plan = replace(plan, node=_node(config, shape, stats, hardware, run))
     if done is None or run.store.read_json(PLAN_FILE) is None:  # what was planned before the run is not rewritten
         run.store.write_json(PLAN_FILE, plan.to_json())
     return plan
+
+
+def _node(config: Config, shape: Shape, stats: TokenStats, hardware: Hardware, run: RunFolder) -> list[str]:
+    """What an engine needs of its node, and where the plan is for this machine, what it has and what is short."""
+    engines = choose(config, need_of(shape, config), cluster_of(hardware))
+    rows = min(config.storage.rows_per_part * parts_in_flight(config), stats.rows)
+    demand = demand_of(config, shape, engines, hardware.on_gpu, rows, stats.tokens / max(1, stats.rows))
+    rooms: list[Room] = []
+    if hardware.origin == THIS_MACHINE:
+        seen = look_at(socket.gethostname(), "/tmp/ray", run.store.root if run.store.is_local else None)
+        store, cpus = round(config.ray.object_store_gib * GIB), float(hardware.cpus_per_node)
+        rooms = [replace(seen, run_there=True, gpus=hardware.gpus, cpus=cpus, object_store=store)]
+    lines = node_lines(rooms, demand)
+    try:
+        return [*lines, *check_nodes(rooms, demand, engines.replicas, run.url)]
+    except UserError as fault:
+        return [*lines, str(fault).removeprefix("generate: ")]
 
 
 def _stats(

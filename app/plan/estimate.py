@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from app.config import Config
@@ -82,6 +82,7 @@ class Plan:
     assumptions: list[str]
     origin: str
     price: float | None = None  # USD for a GPU-hour
+    node: list[str] = field(default_factory=list)  # what a node has and what an engine needs of it, in words
 
     @property
     def seconds(self) -> float:

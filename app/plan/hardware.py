@@ -16,6 +16,7 @@ from app.plan.cost import Shape, train_operations
 from app.storage import Store
 
 GIB = 2**30
+THIS_MACHINE = "this machine"  # an origin
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _this_machine(config: Config) -> Hardware:
         cpus_per_node=cpus,
         memory_gib=memory,
         disk_free=None,
-        origin="this machine",
+        origin=THIS_MACHINE,
     )
 
 

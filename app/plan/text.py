@@ -63,6 +63,8 @@ def plan_lines(plan: Plan, run_url: str, local: bool) -> list[str]:
     lines.append(f"  a second pass for the states would add {time_text(plan.second_pass_s)}; here it adds none")
     lines.append("")
     line("memory", f"about {plan.train_memory / GIB:,.1f} GiB at peak for a training worker")
+    for text in plan.node:
+        line("generate", text)
     line("slowest", plan.slowest)
     lines += ["", "  context       rejected        cut   tokens lost"]
     for row in plan.contexts:

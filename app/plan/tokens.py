@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -30,6 +30,7 @@ log = logging.getLogger("draftmill")
 CHARS_PER_TOKEN = 4.0  # of text that nobody tokenised
 USUAL_ANSWER = 600  # tokens; a bound on the mean assumed for answers nobody has seen
 PARTS_LOOKED_AT = 32
+_TOO_LONG = ("prompt_too_long", "too_long")  # reasons of rows that a longer context would take
 ROWS_READ = 200_000  # rows of one source that a sample is drawn from
 
 
@@ -228,6 +229,8 @@ def token_stats(config: Config, samples: Sequence[SourceSample], assume: Mapping
                 f"{sample.name}: {sample.repeats:,} of {read:,} rows ({sample.repeats / read:.1%}) repeat another"
                 " conversation and are not counted, as ingest rejects them"
             )
+        if not sample.rows_total + sample.repeats:
+            notes.append(f"{sample.name}: it holds no rows, and counts for nothing")
         if not sample.rows_exact:
             notes.append(f"{sample.name}: at least {sample.rows_total:,} rows; reading stopped there")
         sources.append(
@@ -237,9 +240,7 @@ def token_stats(config: Config, samples: Sequence[SourceSample], assume: Mapping
             )
         )  # fmt: skip
     if not any(s.lengths for s in sources):
-        raise UserError(
-            f"no sampled row fits generate.max_length {config.generate.max_length}; raise it or look at the sources"
-        )
+        raise UserError(_why_none(config, samples, sources))
     if unknown:
         total = sum(len(s.wanted) for s in sources)
         where = "--assume answer_tokens" if "answer_tokens" in assume else "no recorded answer to go by"
@@ -252,6 +253,23 @@ def token_stats(config: Config, samples: Sequence[SourceSample], assume: Mapping
     ):
         notes.append("answers to be regenerated are taken to be as long as the recorded ones")
     return TokenStats(tuple(sources), f"a sample of {sum(s.rows_sampled for s in samples):,} rows", tuple(notes))
+
+
+def _why_none(config: Config, samples: Sequence[SourceSample], sources: Sequence[SourceTokens]) -> str:
+    """Why no sampled row is left, in a sentence: every reason with its number."""
+    names = ", ".join(s.name for s in samples)
+    if not samples:
+        return "no source could be read, all were skipped; the lines above say why"
+    if not any(s.requests for s in samples):
+        return f"the sources hold no rows ({names}); look at sources.N.path, or whether the files are filled yet"
+    reasons = Counter(r.reject for s in samples for r in s.requests if r.reject is not None)
+    limit = config.generate.max_length
+    too_long = sum(len(s.wanted) for s in sources) + sum(n for r, n in reasons.items() if r in _TOO_LONG)
+    said = [f"{n} {reason}" for reason, n in reasons.most_common() if reason not in _TOO_LONG]
+    if too_long:
+        said.insert(0, f"{too_long} too long for generate.max_length {limit}")
+    change = "raise it or look at the sources" if len(said) == 1 and too_long else "`draftmill preview` shows them"
+    return f"no sampled row of {names} can be used: {', '.join(said)}; {change}"
 
 
 def assumed_stats(config: Config, assume: Mapping[str, float]) -> TokenStats:

@@ -7,6 +7,9 @@ writes a dictionary to OUT for test_engine.py to judge.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -18,9 +21,11 @@ from torch import Tensor
 
 from app.engine.base import Completion, EngineError, Request
 from app.engine.process import prepare_process
+from app.engine.row_checks import check_states
 from app.engine.self_check import run_self_check
-from app.engine.vllm_engine import VllmEngine, _queue_sockets
+from app.engine.vllm_engine import VllmEngine
 from app.errors import RowError, UserError
+from app.packed import PackedStates, plain_states
 from app.target import inspect_target, load_target_head
 from tests.engine.helpers import (
     NEW_TOKENS,
@@ -60,10 +65,16 @@ def tiny(model: str) -> dict[str, Any]:
         "greedy": _greedy(model, done, wanted, prompts),
         "row_faults": _row_faults(engine),
         "cancelled": _cancel(engine),
+        "order": _order(engine),
     }
     assert engine._stores is not None
     answers(engine, [[5, 6, 7]], 2)
     out["held"] = len(engine._stores.states)
+    engine.pack("int8")
+    packed = answers(engine, prompts, NEW_TOKENS)
+    out["packed"] = [isinstance(d.states, PackedStates) for d in packed]
+    out["packed_errors"] = [errors(plain_states(d.states), w[:-1, 1:]) for d, w in zip(packed, wanted, strict=True)]
+    out["packed_checks"] = [check_states(d.states, [*every, LAYERS]) for d in packed]
     out["death"] = _death(engine)
     engine.close()
     out["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("draftmill")]
@@ -111,6 +122,21 @@ def _cancel(engine: VllmEngine) -> str:
         return "finished"
 
     return asyncio.run(main())
+
+
+def _order(engine: VllmEngine) -> list[str]:
+    """Names in the order in which they ended: four rows find a place, four wait, and an urgent one comes last."""
+    ended: list[str] = []
+    rows = [Request(f"row {i}", [5 + i, 6, 7], 30, {"ignore_eos": True}) for i in range(8)]
+    urgent = Request("urgent", [9, 8, 7], 1, {}, [5, 6], urgent=True)
+    jobs = [engine.submit(request) for request in [*rows, urgent]]
+    for job in jobs:
+        job.future.add_done_callback(lambda _, name=job.request.request_id: ended.append(name))
+    gone = engine.submit(Request("cancelled as it waits", [5], 30))
+    engine._inbox.put(gone.key)
+    for job in jobs:
+        job.future.result()
+    return ended
 
 
 def _death(engine: VllmEngine) -> dict[str, Any]:
@@ -268,8 +294,6 @@ def smol(model: str, mode: str) -> dict[str, Any]:
 
 def smol_bf16(model: str) -> dict[str, Any]:
     """The same in bf16, the type of real runs: errors against fp32, beside those of Hugging Face in bf16."""
-    from app.engine.row_checks import check_states
-
     engine = VllmEngine(spec_for(model, SMOL_LAYERS, 30, dtype="bfloat16"))
     prompts = smol_prompts(model)
     done = answers(engine, prompts)
@@ -320,23 +344,32 @@ def plain(model: str) -> dict[str, Any]:
     }
 
 
-def other_process(model: str) -> dict[str, Any]:
-    """A worker in another process, as with tensor parallelism: the states come through files."""
-    engine = VllmEngine(spec_for(model, (2, 4, 6), LAYERS, engine_args={"distributed_executor_backend": "mp"}))
+def other_process(model: str, mode: str = "auxiliary", **changes: Any) -> dict[str, Any]:
+    """A worker in another process: states by shared memory, packed ones too; a cancelled request; the death."""
+    engine = VllmEngine(spec_for(model, (2, 4, 6), LAYERS, capture_mode=mode, **changes))
     prompts = tiny_prompts(5, 70)
     done = answers(engine, prompts)
     assert engine._exports is not None
     folder = Path(engine._exports.name)
+    cancelled = _cancel(engine)
+    engine.pack("int8")
+    packed = answers(engine, prompts)
     files = [p.name for p in folder.iterdir()]
-    sockets = _queue_sockets(engine._engine)
+    children = multiprocessing.active_children()
+    for child in children:
+        os.kill(child.pid or 0, signal.SIGKILL)
+    after = asyncio.run(all_of(engine, [Request("late", [5, 6, 7], 4)]))
     engine.close()
     wanted = reference(model, [p + d.answer_ids for p, d in zip(prompts, done, strict=True)])
+    ids = [2, 4, 6, LAYERS]
     return {
-        "errors": [errors(d.states, w[:-1, [2, 4, 6, LAYERS]]) for d, w in zip(done, wanted, strict=True)],
+        "children": len(children),
+        "cancelled": cancelled,
+        "errors": [errors(d.plain(), w[:-1, ids]) for d, w in zip(done, wanted, strict=True)],
+        "packed_errors": [errors(d.plain(), w[:-1, ids]) for d, w in zip(packed, wanted, strict=True)],
         "files": files,
+        "after": [type(d).__name__ for d in after],
         "folder_left": folder.exists(),
-        "sockets": len(sockets),
-        "sockets_open": sum(not s.closed for s in sockets),
     }
 
 
@@ -415,7 +448,9 @@ SCENARIOS: dict[str, Callable[[str], dict[str, Any]]] = {
     "extract": lambda model: smol(model, "extract"),
     "smol_bf16": smol_bf16,
     "plain": plain,
-    "other_process": other_process,
+    "other_worker": lambda model: other_process(model, engine_args={"distributed_executor_backend": "mp"}),
+    "other_process": lambda model: other_process(model, engine_process=True),
+    "other_extract": lambda model: other_process(model, "extract", engine_process=True),
     "mla": mla,
     "family_float32": lambda model: family(model, "float32"),
     "family_bfloat16": lambda model: family(model, "bfloat16"),

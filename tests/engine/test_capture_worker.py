@@ -35,6 +35,7 @@ def worker(runner: Any) -> Any:
     made = CaptureWorker.__new__(CaptureWorker)
     made.model_runner = runner
     made._capacity, made._copier, made._num_states = {}, None, 2
+    made._pack = made._packing = None
     made._stores = reset_stores()
     return made
 

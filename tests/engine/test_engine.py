@@ -82,6 +82,20 @@ def test_a_faulty_request_is_a_row_error_and_the_others_finish(run: Run, tiny: P
     }
 
 
+def test_an_urgent_request_goes_before_those_that_wait_and_these_keep_their_order(run: Run, tiny: Path) -> None:
+    got = run("tiny", tiny)["order"]
+    assert got[0] == "urgent"
+    assert sorted(got[1:5]) == [f"row {i}" for i in range(4)]
+    assert sorted(got[5:]) == [f"row {i}" for i in range(4, 8)]
+
+
+def test_packed_states_are_the_same_states(run: Run, tiny: Path) -> None:
+    got = run("tiny", tiny)
+    assert all(got["packed"])
+    assert 0 < max(max(e) for e in got["packed_errors"]) < 0.02  # int8's own
+    assert got["packed_checks"] == [None] * 4
+
+
 def test_a_cancelled_request_is_aborted_and_its_states_freed(run: Run, tiny: Path) -> None:
     got = run("tiny", tiny)
     assert got["cancelled"] == "cancelled, then length"
@@ -120,13 +134,16 @@ def test_the_self_check_names_planted_faults(run: Run, tiny: Path) -> None:
         assert "capture.mode=extract" in said[fault]
 
 
-def test_a_worker_in_another_process_gives_the_same_states(run: Run, tiny: Path) -> None:
-    got = run("other_process", tiny)
+@pytest.mark.parametrize("form", ["other_worker", "other_process", "other_extract"])
+def test_an_engine_in_another_process_gives_the_same_states(form: str, run: Run, tiny: Path) -> None:
+    got = run(form, tiny)
+    assert got["children"] > 0
+    assert got["cancelled"] == "cancelled, then length"
     assert max(max(e) for e in got["errors"]) < EXACT
+    assert 0 < max(max(e) for e in got["packed_errors"]) < 0.02  # int8's own
     assert got["files"] == []
+    assert got["after"] == ["EngineError"]  # the process was killed
     assert not got["folder_left"]
-    assert got["sockets"] > 0
-    assert got["sockets_open"] == 0
 
 
 def test_a_class_without_s_0_counts_its_layers_alike(run: Run, tmp_path: Path) -> None:

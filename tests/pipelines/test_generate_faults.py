@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import http.client
-import http.server
 import json
 import logging
 import os
@@ -13,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,9 +29,9 @@ from app.engine.crash_search import ATTEMPTS, AttemptRecord, Gate
 from app.engine.part_worker import PartWorker
 from app.engine.patience import persistently
 from app.engine.progress import Board, RowCounter, Ticker, UnderWay
-from app.engine.spot_check import sample_to_check, states_differ
+from app.engine.spot_check import in_checking_order, states_differ
 from app.errors import UserError
-from app.parts import PARTS, committed_parts, read_entry
+from app.parts import PARTS, read_entry
 from app.pipeline import run_pipeline
 from app.pipelines.generate import _worker_config
 from app.sizing import Engines
@@ -626,10 +623,11 @@ def test_f45_noise_passes_and_a_shift_or_another_row_does_not() -> None:
 
 
 def test_f45_the_row_that_is_checked_depends_on_the_part_and_not_on_the_order() -> None:
-    samples = [{"sample_id": f"s{i}"} for i in range(64)]
-    chosen = samples[sample_to_check(samples, "key")]
-    assert samples[::-1][sample_to_check(samples[::-1], "key")] == chosen
-    assert len({sample_to_check(samples, f"key {k}") for k in range(50)}) > 20
+    rows = [f"r{i}" for i in range(64)]
+    order = in_checking_order(rows, "key")
+    assert sorted(order) == sorted(rows)
+    assert in_checking_order(rows[::-1], "key") == order
+    assert len({in_checking_order(rows, f"key {k}")[0] for k in range(50)}) > 20
 
 
 # Stores that fail
@@ -678,117 +676,6 @@ def test_f52_a_store_that_fails_for_a_while_is_tried_again(monkeypatch: pytest.M
         with pytest.raises(type(at_once)):
             persistently(mock.Mock(side_effect=at_once), "s3://b/run")
         assert waits == []
-
-
-# S3 that is slow, that fails for a while, and that is gone
-
-
-class Proxy:
-    """Passes requests on to a server, each after `delay` seconds; `fails` says which of them get a 503."""
-
-    def __init__(self, target: str) -> None:
-        self.fails: Callable[[str, str, int], bool] = lambda method, path, number: False
-        self.delay, self.failed, self.count = 0.0, 0, 0
-        proxy, host = self, target.removeprefix("http://")
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def handle_any(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                proxy.count += 1
-                time.sleep(proxy.delay)
-                if proxy.fails(self.command, self.path, proxy.count):
-                    proxy.failed += 1
-                    slow = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
-                    return self.answer(503, [], slow)
-                connection = http.client.HTTPConnection(host, timeout=60)
-                headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
-                connection.request(self.command, self.path, body, headers)
-                response = connection.getresponse()
-                self.answer(response.status, response.getheaders(), response.read())
-                connection.close()
-
-            def answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
-                self.send_response(status)
-                ours = ("connection", "transfer-encoding", "date", "server")
-                length = dict((k.lower(), v) for k, v in headers).get("content-length")
-                for name, value in headers:
-                    if name.lower() not in (*ours, "content-length"):
-                        self.send_header(name, value)
-                head = self.command == "HEAD"
-                self.send_header("Content-Length", length or "0" if head else str(len(body)))
-                self.end_headers()
-                if not head:
-                    self.wfile.write(body)
-
-            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
-
-            def log_message(self, *words: Any) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-@pytest.fixture
-def s3_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """A bucket `runs` on a local moto server behind a proxy."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "AKIAEXAMPLEEXAMPLE00",
-        "AWS_SECRET_ACCESS_KEY": "a-secret-of-this-test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "2",
-    }.items():
-        monkeypatch.setenv(name, value)
-    proxy = Proxy("http://{}:{}".format(*server.get_host_and_port()))
-    boto3.client("s3", endpoint_url=proxy.url).create_bucket(Bucket="runs")
-    yield proxy
-    proxy.close()
-    server.stop()
-
-
-def test_s3_that_is_slow_or_fails_for_a_while_loses_nothing(
-    tiny: Path, tmp_path: Path, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("app.engine.patience.WAITS_S", (0.01, 0.01))
-    config = tiny_config(
-        tiny, "s3://runs/faults", write_rows(tmp_path / "r.jsonl", prompts(20)),
-        storage__options={"client_kwargs": {"endpoint_url": s3_proxy.url}},
-    )  # fmt: skip
-    worker = worker_of(config)
-    store = context(config).run.store
-
-    s3_proxy.delay = 0.05
-    s3_proxy.fails = lambda method, path, number: number % 4 == 0
-    outcome = made_by(worker, 0)
-    assert s3_proxy.failed >= 2
-    assert outcome["conversations"] == 10
-    assert committed_parts(store, {0: "k", 1: "k"}, "checksum")[0].keys() == {0}
-
-    s3_proxy.delay = 0.0
-    s3_proxy.fails = lambda method, path, number: method in ("PUT", "POST") and "/generate/parts/" in path
-    fault = made_by(worker, 1)["fault"]
-    assert fault.startswith("s3://runs/faults does not answer (") and "the same command resumes" in fault
-    assert read_entry(store, 1) is None
-
-    s3_proxy.fails = lambda method, path, number: False
-    assert made_by(worker, 1)["conversations"] == 10
-    assert committed_parts(store, {0: "k", 1: "k"}, "checksum")[0].keys() == {0, 1}
-    rows = [pq.read_table(store.local(f"{PARTS}/{f}")) for f in store.files(PARTS) if f.endswith(".parquet")]
-    ids = [i for table in rows for i in table["conversation_id"].to_pylist()]
-    assert len(ids) == len(set(ids)) == 20
-    assert store.files(ATTEMPTS) == []
 
 
 # A stopped driver

@@ -1,0 +1,119 @@
+"""What each node of the cluster has: shared memory, memory, object store and free disk.
+
+Nothing heavy is imported here: a worker starts on every node to look.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from app.errors import first_line
+
+log = logging.getLogger("draftmill")
+SHARED = "/dev/shm"
+_ANSWER_S = 60.0  # a node that has not answered by then is not checked
+
+
+@dataclass(frozen=True)
+class Space:
+    """Bytes of a file system."""
+
+    free: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Room:
+    """What one node has. Sizes in bytes."""
+
+    host: str
+    shared: Space  # /dev/shm
+    memory: Space  # of the host, or of the container where that has less
+    ray_temp: str
+    temp: Space  # where Ray's temporary folder is
+    run: Space | None  # where the run folder is; None: it is no local one
+    run_there: bool = True  # whether the node has the run folder at all
+    object_store: int = 0
+    gpus: int = 0
+    cpus: float = 0.0
+
+
+def look_at(host: str, ray_temp: str, run_dir: str | None) -> Room:
+    """What this machine has, as seen from this process."""
+    run = None if run_dir is None else _space(run_dir)
+    there = run_dir is None or os.path.isdir(run_dir)
+    return Room(host, _space(SHARED), memory_of_host(), ray_temp, _space(ray_temp), run, there)
+
+
+def look_at_cluster(run_dir: str | None) -> list[Room]:
+    """What each node of the connected Ray cluster has; a node that does not answer is told of and left out.
+
+    Args:
+        run_dir: a local run folder; None: the run is in another store.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from app.cluster import is_local
+
+    nodes = [n for n in ray.nodes() if n.get("Alive")]
+    temps = [str(Path(n["RayletSocketName"]).parents[2]) for n in nodes]
+    if is_local() and len(nodes) == 1:
+        return [_with_resources(look_at(socket.gethostname(), temps[0], run_dir), nodes[0])]
+    task = ray.remote(num_cpus=0, max_retries=1)(look_at)
+    asked = [
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)).remote(
+            n["NodeManagerHostname"], temp, run_dir
+        )
+        for n, temp in zip(nodes, temps, strict=True)
+    ]
+    ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)
+    rooms = []
+    for node, answer in zip(nodes, asked, strict=True):
+        try:
+            rooms.append(_with_resources(ray.get(answer, timeout=0.1), node))
+        except Exception as error:
+            log.warning(
+                "generate: node %s does not say what it has and is not checked (%s)",
+                node["NodeManagerHostname"], first_line(error),
+            )  # fmt: skip
+    return rooms
+
+
+def _with_resources(room: Room, node: dict[str, Any]) -> Room:
+    has = node["Resources"]
+    store, gpus, cpus = (has.get(name, 0) for name in ("object_store_memory", "GPU", "CPU"))
+    return replace(room, object_store=int(store), gpus=int(gpus), cpus=float(cpus))
+
+
+def memory_of_host() -> Space:
+    """Memory of this machine, or of the container where its limit is lower."""
+    words = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
+    kib = {w[0].rstrip(":"): int(w[1]) for w in words if len(w) > 1}
+    free, total = kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            most, now = int(Path(limit).read_text()), int(Path(used).read_text())
+        except (OSError, ValueError):  # absent, or `max`
+            continue
+        if most < total:
+            total, free = most, min(free, most - now)
+    return Space(max(0, free), total)
+
+
+def _space(path: str) -> Space:
+    """The file system that holds `path`, or will."""
+    folder = Path(path)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    usage = shutil.disk_usage(folder)
+    return Space(usage.free, usage.total)
