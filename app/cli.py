@@ -112,6 +112,11 @@ def _parser() -> argparse.ArgumentParser:
         "--only", action="append", default=[], metavar="CLASS", help="captures, states, checkpoints or logs; repeatable"
     )
     clean.set_defaults(function=_clean)
+    cleanup = verbs.add_parser(
+        "cleanup", parents=[common], help="processes and memory that ended runs left on this host; --kill ends them"
+    )
+    cleanup.add_argument("--kill", action="store_true", help="end and remove exactly what is listed")
+    cleanup.set_defaults(function=_cleanup)
     plan = verbs.add_parser("plan", parents=[common], help="what a run will take, before it starts; or what it took")
     plan.add_argument("config", nargs="?", help="YAML file of the run")
     plan.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="values over the file's")
@@ -141,6 +146,14 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--class", dest="kind", metavar="CLASS", help="only loop, cut, empty, ..., or any")
     inspect.add_argument("--id", help="of a sample or of a row")
     inspect.set_defaults(function=_inspect)
+    curve = verbs.add_parser(
+        "curve", parents=[common], help="is more data worth it: train on shares of a run's samples, or compare runs"
+    )
+    curve.add_argument(
+        "runs", nargs="+", metavar="RUN", help="one run (folder or YAML file), or finished ones; section.key=value"
+    )
+    curve.add_argument("--fractions", default="1/8,1/4,1/2,1", metavar="A,B,...", help="shares of the samples")
+    curve.set_defaults(function=_curve)
     submit = verbs.add_parser("submit", parents=[configured], help="submit the run to a Ray cluster as a job")
     submit.add_argument("--address", help="dashboard of the cluster, http://HOST:8265 (default: RAY_ADDRESS)")
     submit.add_argument("--follow", action="store_true", help="print the job's log until it ends")
@@ -217,6 +230,13 @@ def _clean(args: argparse.Namespace) -> int:
     return 0
 
 
+def _cleanup(args: argparse.Namespace) -> int:
+    from app.cleanup import cleanup
+
+    print("\n".join(cleanup(args.kill)))
+    return 0
+
+
 def _plan(args: argparse.Namespace) -> int:
     from app.plan.command import Described, compare_run, lines_of, plan_run
 
@@ -259,6 +279,20 @@ def _inspect(args: argparse.Namespace) -> int:
     wanted = Wanted(args.rows, args.source, args.kind, args.id)
     for line in inspect_lines(args.run, wanted, _coloured(args), args.show_private, args.full):
         print(line)
+    return 0
+
+
+def _curve(args: argparse.Namespace) -> int:
+    from app.curve import curve_of_run, curve_of_runs
+    from app.jobs import settle_run_dir
+    from app.status import config_of
+
+    overrides = [word for word in args.runs if "=" in word]
+    configs = [settle_run_dir(config_of(run, overrides)) for run in args.runs if run not in overrides]
+    if not configs:
+        raise UserError("curve needs a run folder, or the YAML file of a run")
+    lines = curve_of_runs(configs) if len(configs) > 1 else curve_of_run(configs[0], args.fractions.split(","))
+    print("\n".join(lines))
     return 0
 
 

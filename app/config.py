@@ -304,6 +304,16 @@ class TrainConfig(Section):
     grad_clip: float = Field(0.5, gt=0, description="global norm")
     unroll_steps: int = Field(7, gt=0, le=16, description="K")
     step_decay: float = Field(0.8, gt=0, le=1, description="w, weight of unroll step k is w^k")
+    loss: Literal["kl", "lk", "cross_entropy"] = Field(
+        "kl",
+        description="kl: forward KL to the teacher; lk: the acceptance rate itself; cross_entropy: the emitted token",
+    )
+    lk_form: Literal["hybrid", "log_alpha"] = Field(
+        "hybrid",
+        description="of loss lk: KL that gives way to 1 - acceptance as acceptance grows, or -log acceptance",
+    )
+    lk_eta: float = Field(3.0, ge=0, description="of lk_form hybrid: KL's weight is exp(-eta * mean acceptance)")
+    temperature: float = Field(1.0, gt=0, description="divides the logits of teacher and draft in the loss")
     out_of_vocab: Literal["renormalise", "drop"] = Field(
         "renormalise",
         description="teacher mass outside the draft vocabulary: spread, or drop rows whose top is outside",
@@ -318,8 +328,29 @@ class TrainConfig(Section):
     num_key_value_heads: int | None = Field(None, description="default: the target's; at most 8 where it has MLA")
     head_dim: int | None = Field(None, description="default: the target's; the size of its values where it has MLA")
     intermediate_size: int | None = Field(None, description="default: the target's dense width, never its experts'")
-    norm_before_residual: bool = False
+    fc_norm: bool = Field(False, description="EAGLE-3.1: one RMSNorm for each auxiliary state, before fc")
+    norm_output: bool = Field(False, description="EAGLE-3.1: the next step reads the state after the final norm")
+    norm_before_fc: bool = Field(False, description="one RMSNorm over the three auxiliary states together, before fc")
+    norm_before_residual: bool = Field(False, description="the residual is the normed state; SGLang cannot serve it")
     seed: int = 0
+    max_bad_steps: int = Field(
+        5, ge=0, description="steps whose loss or gradient is no number and that are skipped before training stops"
+    )
+    min_teacher_agreement: float = Field(
+        0.9, ge=0, le=1, description="share of greedy tokens that the stored states must give before step 1; 0: off"
+    )
+    trackers: list[Literal["tensorboard", "mlflow", "wandb"]] = Field(
+        default_factory=list, description="where the numbers of metrics.jsonl go too; the package must be installed"
+    )
+    init_from: str | None = Field(
+        None,
+        min_length=1,
+        description="start from this draft: a run folder, or a folder with config.json and safetensors, ours or"
+        " published; its vocabulary map is kept",
+    )
+    new_vocabulary: bool = Field(
+        False, description="with init_from: choose the vocabulary anew; rows of tokens in both maps are kept"
+    )
 
 
 class EvaluateConfig(Section):

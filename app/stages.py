@@ -8,6 +8,7 @@ from app.errors import UserError
 from app.pipeline import Stage
 from app.pipelines import bench, evaluate, export, generate, ingest, quality, report, vocab
 from app.train import stage as train
+from app.train import warm_start
 
 # The split into train, validation and holdout is a pure function of the conversations and these values.
 _SPLIT = ("evaluate.holdout", "evaluate.holdout_seed", "train.validation_share")
@@ -38,13 +39,21 @@ STAGES: tuple[Stage, ...] = (
         check=generate.check,
     ),
     Stage("quality", quality.run, inputs=("generate",), config_keys=("quality",)),
-    Stage("vocab", vocab.run, inputs=("generate",), config_keys=("vocab", *_SPLIT)),
+    Stage(
+        "vocab",
+        vocab.run,
+        inputs=("generate",),
+        config_keys=("vocab", *_SPLIT, "train.init_from", "train.new_vocabulary"),
+        outside=warm_start.outside,
+    ),
     Stage(
         "train",
         train.run,
         inputs=("generate", "vocab"),
         config_keys=("train", "evaluate.holdout", "evaluate.holdout_seed"),
         execution_keys=train.EXECUTION_KEYS,
+        outside=warm_start.outside,
+        check=train.check,
         after=clean.after_train,
     ),
     Stage("export", export.run, inputs=("vocab", "train"), config_keys=("export", "evaluate.num_draft_tokens")),

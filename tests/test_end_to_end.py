@@ -26,7 +26,7 @@ def real_config(tiny: Path, tmp_path: Path, run_dir: str | Path, **changes: Any)
     source = write_rows(tmp_path / "rows.jsonl", prompts(16))
     config = tiny_config(
         tiny, run_dir, source, generate__engine="vllm", generate__max_new_tokens=24, generate__kv_cache_gib=0.25,
-        train__epochs=4, train__validation_share=0.1, evaluate__holdout=6, **changes,
+        train__epochs=4, train__validation_share=0.1, train__min_teacher_agreement=0.8, evaluate__holdout=6, **changes,
     )  # fmt: skip
     return save_config(config, tmp_path / "run.yaml")
 

@@ -44,15 +44,19 @@ def serve(target: Path, draft: Path, out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize(
+    "flags", [(), ("fc_norm", "norm_output"), ("norm_before_fc", "norm_before_residual")], ids=lambda f: "+".join(f)
+)
 @torch.no_grad()
-def test_vllm_serves_the_full_form(tiny_llama3rope: Path, tmp_path: Path) -> None:
+def test_vllm_serves_the_full_form(flags: tuple[str, ...], tiny_llama3rope: Path, tmp_path: Path) -> None:
     """F48, F50, F55, F67, F68, F69, F71 in the engine itself, with every key of the full form written.
 
     One draft has the scaled rotary embedding, head_dim != hidden / heads, a reduced vocabulary and layer ids
-    that are not the default. The engine must read them all: its logits are those of the trainer's definition.
+    that are not the default. The engine must read them all: its logits are those of the trainer's definition. The same
+    with the norm flags on: those of EAGLE-3.1, and the two older ones.
     """
     info = inspect_target(str(tiny_llama3rope))
-    config = draft_config(info, aux_layer_ids=AUX_LAYER_IDS)
+    config = draft_config(info, aux_layer_ids=AUX_LAYER_IDS, **dict.fromkeys(flags, True))
     embed = load_target_head(info).embed_tokens
     folder = write_checkpoint(tmp_path / "draft", config, random_tensors(config), embed, info)
     written = json.loads((folder / "config.json").read_text())

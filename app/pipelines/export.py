@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from app.checkpoint import DraftConfig, sglang_command, vllm_serve_command, write_checkpoint
+from app.draft_config import NORM_FLAGS
 from app.errors import UserError
 from app.pipeline import StageContext, StageResult
 from app.pipelines.vocab import VocabMap, load_vocab
@@ -40,7 +41,7 @@ Proposes tokens that {target} verifies; the text is the target's own. It fits th
 | draft vocabulary | {draft_vocab_size} of the target's {vocab_size} ids |
 | context | {max_position_embeddings} tokens |
 | embedding | {embedding} |
-| trained on | {tokens} supervised tokens |
+{variant}| trained on | {tokens} supervised tokens |
 
 Run from the folder that holds this one:
 
@@ -71,6 +72,8 @@ def run(ctx: StageContext) -> StageResult:
     outputs = [f"{DRAFT}/{file}" for file in store.files(DRAFT)]
     log.info("export: step %d of training, checked, in %s", step, where)
     log.info("export: %s", commands["vLLM"])
+    if "SGLang" not in commands:
+        log.warning("export: no command for SGLang: it has no switch for norm_before_residual")
     return StageResult(
         outputs=[*outputs, "export/serve.json"],
         counts={"step": step, "bytes": sum(store.size(path) or 0 for path in outputs)},
@@ -110,7 +113,8 @@ def same_map(weights: Mapping[str, Tensor], vocab: VocabMap) -> bool:
 def serve_commands(draft: DraftConfig, target: str, where: str, k: int) -> dict[str, str]:
     """Shell commands by engine that serve the draft in `where`, proposing `k` tokens per step.
 
-    SGLang is left out for norm_before_residual: it has no such switch and would compute another draft.
+    SGLang is left out for norm_before_residual: it has no such switch and would compute another draft. It reads the
+    other norm flags and their tensors from 0.5.20 on, under the names that vLLM gave them.
     """
     commands = {"vLLM": vllm_serve_command(target, where, k)}
     if not draft.norm_before_residual:
@@ -128,6 +132,7 @@ def model_card(draft: DraftConfig, target: TargetInfo, k: int, supervised_tokens
     """README of the checkpoint's folder; a target that is a folder is called by the folder's name."""
     is_folder = serving_name(target) == target.model and "/" in target.name
     shown = Path(target.model).name if is_folder else target.name
+    flags = [name for name in NORM_FLAGS if getattr(draft, name)]
     return _CARD.format(
         target=shown,
         layers=", ".join(map(str, draft.aux_layer_ids)),
@@ -136,6 +141,7 @@ def model_card(draft: DraftConfig, target: TargetInfo, k: int, supervised_tokens
         vocab_size=f"{draft.vocab_size:,}",
         max_position_embeddings=f"{draft.max_position_embeddings:,}",
         embedding="a bit-exact copy of the target's" if has_embed else "the target's, shared by the engine",
+        variant=f"| variant | {', '.join(flags)} |\n" if flags else "",
         tokens=f"{supervised_tokens:,}",
         commands="\n\n".join(f"```\n{c}\n```" for c in serve_commands(draft, shown, "draft", k).values()),
     )

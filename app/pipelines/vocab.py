@@ -24,6 +24,7 @@ from app.pipeline import StageContext, StageResult
 from app.samples import load_split
 from app.storage import Store
 from app.target import load_tokenizer
+from app.train.warm_start import kept_vocabulary
 
 log = logging.getLogger("draftmill")
 
@@ -100,7 +101,11 @@ def run(ctx: StageContext) -> StageResult:
     size = _draft_vocab_size(config.vocab.size, target.vocab_size, target.tokenizer_len)
     tokenizer = load_tokenizer(target.model, config.target.trust_remote_code, config.target.chat_template)
     keep = always_keep_ids(tokenizer) | set(target.eos_token_ids)
-    vocab = build_vocab_map(counts["train"], size, keep, target.tokenizer_len)
+    kept = kept_vocabulary(ctx)
+    if kept is None:
+        vocab = build_vocab_map(counts["train"], size, keep, target.tokenizer_len)
+    else:
+        vocab, size = VocabMap(kept, target.vocab_size), len(kept)
     shares = {name: coverage(count, vocab.kept_ids) for name, count in counts.items()}
     log.info(
         "vocab: %d of %d ids kept; supervised tokens covered: %s",

@@ -8,9 +8,14 @@ Acceptance length = 1 + (sum of R) / (number of starts), the bonus token include
 Edge rule: a start with fewer than k tokens left in the answer is not counted. The server does draft there,
 and counts what it accepts past the end, which no captured answer can tell.
 
-Answers sampled at a temperature: the draft is greedy, as vLLM serves it by default, so a proposal q is
-accepted with probability p(q); that it equals the sampled token has just this expectation, and the walk needs
-no change.
+Answers sampled at a temperature: the draft is greedy, as vLLM serves it by default, so a proposal d is
+accepted with probability P(d), P the target's softmax at that temperature. That it equals the sampled token has
+just this expectation, so `evaluate` needs no change; `evaluate_sampled` puts P(d) itself in its place. It also tells
+the other way of drafting, `draft_sample_method=probabilistic`: the draft draws from its own softmax q, and a draw x is
+accepted with probability min(1, P(x) / q(x)), 1 - TV(P, q) on the mean. Given the emitted token x the draft's token was
+accepted with probability min(1, q(x) / P(x)), independently at each place, which makes the walk over a given answer a
+chain with known chances: `walk_sampled` follows all its branches at once. Both hold for answers sampled at that
+temperature without top_p, top_k and the like.
 """
 
 from __future__ import annotations
@@ -18,14 +23,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from app.codecs import decoded
+from app.target import TargetHead
 from app.train.alignment import TrainingSample, pack, supervision_mask
 from app.train.draft import Eagle3Draft
-from app.train.loss import unroll
+from app.train.loss import Teacher, unroll
+
+Drafting = Literal["greedy", "probabilistic"]  # vLLM's draft_sample_method
 
 
 class EvaluationSample(TrainingSample, Protocol):
@@ -41,23 +50,32 @@ Proposer = Callable[[Sequence[EvaluationSample], int], list[Tensor]]
 
 
 @dataclass(frozen=True)
+class Chances:
+    """Of the n starts of a sample, by place of the chain; [n, k] fp64 each, nothing is read where an answer ends."""
+
+    given: Tensor  # that the proposal was accepted, given the emitted token and that all before it were
+    ahead: Tensor  # the same before the token is known: the expectation of `given` over the target's softmax
+
+
+@dataclass(frozen=True)
 class Tally:
-    """What the walk counted in one conversation."""
+    """What the walk counted in one conversation; expected numbers where acceptance is a chance."""
 
     conversation_id: str
     domain: str
-    drafts: int  # starts visited
-    accepted_at: tuple[int, ...]  # [k] starts that accepted at least i+1 proposals
+    drafts: float  # starts visited
+    accepted_at: tuple[float, ...]  # [k] starts that accepted at least i+1 proposals
 
 
 @dataclass(frozen=True)
 class Acceptance:
     """Acceptance of k proposals a draft; rates are shares, the length counts the bonus token."""
 
+    drafting: Drafting
     num_draft_tokens: int
     conversations: int
-    drafts: int
-    accepted: int
+    drafts: float  # whole numbers, unless they are expectations
+    accepted: float
     length: float
     low: float  # 95 % interval of the length, conversations resampled
     high: float
@@ -98,34 +116,105 @@ class GreedyDraft:
         return list(proposals.split(counts))
 
 
+class SampledDraft:
+    """Chances of a trained draft under the target's softmax at a temperature, for both ways of drafting."""
+
+    def __init__(
+        self, draft: Eagle3Draft, head: TargetHead, temperature: float, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.draft, self.temperature, self.dtype = draft, temperature, dtype
+        self.teacher = Teacher(head, draft.kept_ids, dtype, draft.d2t.device)
+
+    @torch.no_grad()
+    def __call__(self, samples: Sequence[EvaluationSample], k: int) -> dict[Drafting, list[Chances]]:
+        packed = pack(samples, k)
+        rows, device = packed.counts[0], self.draft.d2t.device
+        found = torch.zeros(4, rows, k, dtype=torch.float64)
+        if rows:
+            packed = packed.to(device)
+            labels = self.draft.target_to_draft[packed.labels]  # [N_0]
+            weight = self.draft.lm_head.weight.to(self.dtype)  # [Vd, H]
+            size = self.teacher.rows_at_once
+            for step, hidden in enumerate(unroll(self.draft.cast(self.dtype), packed)):  # [N_k, H]
+                ahead = packed.ahead[step]  # [N_k]
+                for part, at in zip(hidden.split(size), ahead.split(size), strict=True):
+                    logits = torch.mm(part, weight.T)  # [n, Vd]
+                    teacher = self.teacher.distribution(decoded(packed.teacher[at]), self.temperature, True)
+                    truth = teacher.probs * teacher.inside.unsqueeze(-1)  # [n, Vd]
+                    values = chances(logits, truth, labels[at], self.temperature)  # [4, n]
+                    found[:, (at - step).cpu(), step] = values.double().cpu()
+        counts = [int(supervision_mask(s.loss_mask, 0).sum()) for s in samples]
+        given, ahead_of, drawn, overlap = (x.split(counts) for x in found)
+        return {
+            "greedy": [Chances(*pair) for pair in zip(given, ahead_of, strict=True)],
+            "probabilistic": [Chances(*pair) for pair in zip(drawn, overlap, strict=True)],
+        }
+
+
+def chances(logits: Tensor, truth: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """`Chances` of n rows, given and ahead for greedy drafting, then for probabilistic: [4, n].
+
+    logits [n, Vd] of the draft, truth [n, Vd] the target's own mass P over the draft vocabulary, labels [n] the emitted
+    tokens as draft ids, -1 outside the draft vocabulary.
+    """
+    q = torch.softmax(logits.to(truth.dtype) / temperature, -1)  # [n, Vd]
+    said, label = labels >= 0, labels.clamp(min=0).unsqueeze(-1)  # [n], [n, 1]
+    top = q.argmax(-1)  # [n]
+    ratio = (q.gather(1, label) / truth.gather(1, label).clamp(min=torch.finfo(q.dtype).tiny)).squeeze(1)  # [n]
+    return torch.stack(
+        [
+            (top == labels).to(q.dtype),
+            truth.gather(1, top.unsqueeze(-1)).squeeze(1),  # P(d)
+            torch.where(said, ratio.clamp(max=1.0), 0.0),
+            torch.minimum(truth, q).sum(-1),  # 1 - TV
+        ]
+    )
+
+
 def walk(samples: Sequence[EvaluationSample], propose: Proposer, k: int) -> list[Tally]:
     """Walk every answer of `samples`; one tally per sample; `summarise` joins conversations."""
     tallies = []
     for sample, proposals in zip(samples, propose(samples, k), strict=True):
-        accepted_at, drafts = [0] * k, 0
-        starts = supervision_mask(sample.loss_mask, 0).nonzero().flatten()  # [n]
-        whole = supervision_mask(sample.loss_mask, k - 1)  # [T-1], rows whose k proposals all lie in the answer
-        runs = run_lengths(sample, starts, proposals)  # [n]
-        begins = {max(p - 1, 0) for p in _answers(sample.loss_mask)}
-        following: int | None = None
-        for t, accepted in zip(starts.tolist(), runs.tolist(), strict=True):
-            if t in begins:
-                following = t
-            if t == following and bool(whole[t]):
-                drafts += 1
-                for i in range(accepted):
-                    accepted_at[i] += 1
-                following = t + accepted + 1
-        tallies.append(Tally(sample.conversation_id, sample.domain, drafts, tuple(accepted_at)))
+        hits = proposals == _emitted(sample, k)  # [n, k]
+        tallies.append(_tally(sample, Chances(hits.double(), hits.double())))
     return tallies
 
 
-def run_lengths(sample: EvaluationSample, starts: Tensor, proposals: Tensor) -> Tensor:
-    """Hits before the first miss: starts [n], proposals [n, k] -> [n]."""
-    ids, k = sample.token_ids, proposals.shape[1]
-    at = starts.unsqueeze(-1) + 2 + torch.arange(k)  # [n, k], positions proposed for
-    emitted = ids[at.clamp(max=len(ids) - 1)].masked_fill(at >= len(ids), -2)  # [n, k]
-    return (proposals == emitted).long().cumprod(-1).sum(-1)  # [n]
+def walk_sampled(samples: Sequence[EvaluationSample], found: Sequence[Chances]) -> list[Tally]:
+    """Expected tallies of answers that were sampled, one per sample."""
+    return [_tally(sample, chance) for sample, chance in zip(samples, found, strict=True)]
+
+
+def _tally(sample: EvaluationSample, chance: Chances) -> Tally:
+    """Every start with the probability that the walk visits it: from t to t + R + 1 with that of R accepted ones."""
+    k = chance.given.shape[1]
+    starts = supervision_mask(sample.loss_mask, 0).nonzero().flatten().tolist()  # n
+    whole = supervision_mask(sample.loss_mask, k - 1).tolist()  # T-1: rows whose k proposals all lie in the answer
+    begins = {max(p - 1, 0) for p in _answers(sample.loss_mask)}
+    visited: dict[int, float] = {}
+    drafts, accepted_at = 0.0, [0.0] * k
+    for t, given, ahead in zip(starts, chance.given.tolist(), chance.ahead.tolist(), strict=True):
+        visit = 1.0 if t in begins else visited.get(t, 0.0)
+        if not visit or not whole[t]:
+            continue
+        drafts += visit
+        reach = visit  # that the walk is here and all proposals so far were accepted
+        for i in range(k):
+            accepted_at[i] += reach * ahead[i]
+            further = reach * given[i]
+            visited[t + i + 1] = visited.get(t + i + 1, 0.0) + reach - further
+            reach = further
+            if not reach:
+                break
+        visited[t + k + 1] = visited.get(t + k + 1, 0.0) + reach
+    return Tally(sample.conversation_id, sample.domain, drafts, tuple(accepted_at))
+
+
+def _emitted(sample: EvaluationSample, k: int) -> Tensor:
+    """The tokens that the starts' proposals are for: [n, k] target ids, -2 past the end."""
+    ids, starts = sample.token_ids, supervision_mask(sample.loss_mask, 0).nonzero()  # [n, 1]
+    at = starts + 2 + torch.arange(k)  # [n, k]
+    return ids[at.clamp(max=len(ids) - 1)].masked_fill(at >= len(ids), -2)
 
 
 def _answers(loss_mask: Tensor) -> list[int]:
@@ -136,9 +225,11 @@ def _answers(loss_mask: Tensor) -> list[int]:
     return opens.nonzero().flatten().tolist()
 
 
-def summarise(tallies: Iterable[Tally], k: int, bootstrap: int = 1000, seed: int = 0) -> Acceptance:
+def summarise(
+    tallies: Iterable[Tally], k: int, bootstrap: int = 1000, seed: int = 0, drafting: Drafting = "greedy"
+) -> Acceptance:
     """Acceptance numbers with a bootstrap interval over conversations, overall and per domain."""
-    joined: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * (k + 1))
+    joined: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * (k + 1))
     for tally in tallies:
         sums = joined[tally.domain, tally.conversation_id]
         for i, n in enumerate((tally.drafts, *tally.accepted_at)):
@@ -149,11 +240,13 @@ def summarise(tallies: Iterable[Tally], k: int, bootstrap: int = 1000, seed: int
     by_domain = {}
     for domain in domains:
         mine = torch.tensor([d == domain for d, _ in keys])
-        by_domain[domain] = _acceptance(counts[mine], k, bootstrap, seed, {})
-    return _acceptance(counts, k, bootstrap, seed, by_domain)
+        by_domain[domain] = _acceptance(counts[mine], k, bootstrap, seed, drafting, {})
+    return _acceptance(counts, k, bootstrap, seed, drafting, by_domain)
 
 
-def _acceptance(counts: Tensor, k: int, bootstrap: int, seed: int, by_domain: dict[str, Acceptance]) -> Acceptance:
+def _acceptance(
+    counts: Tensor, k: int, bootstrap: int, seed: int, drafting: Drafting, by_domain: dict[str, Acceptance]
+) -> Acceptance:
     """counts [C, 1+k]: drafts, then drafts that accepted at least 1 .. k, by conversation."""
     drafts, accepted = counts[:, 0], counts[:, 1:].sum(-1)  # [C]
     total, hits = float(drafts.sum()), float(accepted.sum())
@@ -164,10 +257,11 @@ def _acceptance(counts: Tensor, k: int, bootstrap: int, seed: int, by_domain: di
         lengths = 1 + accepted[picks].sum(-1) / drafts[picks].sum(-1).clamp(min=1)  # [B]
         low, high = torch.quantile(lengths, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Acceptance(
+        drafting=drafting,
         num_draft_tokens=k,
         conversations=len(counts),
-        drafts=int(total),
-        accepted=int(hits),
+        drafts=int(total) if total.is_integer() else total,
+        accepted=int(hits) if hits.is_integer() else hits,
         length=length,
         low=low,
         high=high,
@@ -186,6 +280,18 @@ def evaluate(
     for batch in batches(samples, tokens_at_once):
         tallies += walk(batch, propose, k)
     return summarise(tallies, k, bootstrap, seed)
+
+
+def evaluate_sampled(
+    samples: Iterable[EvaluationSample], draft: SampledDraft, k: int,
+    bootstrap: int = 1000, seed: int = 0, tokens_at_once: int = 8192,
+) -> dict[Drafting, Acceptance]:  # fmt: skip
+    """Expected acceptance by way of drafting on `samples`, all sampled at the temperature of `draft`."""
+    tallies: dict[Drafting, list[Tally]] = {"greedy": [], "probabilistic": []}
+    for batch in batches(samples, tokens_at_once):
+        for drafting, found in draft(batch, k).items():
+            tallies[drafting] += walk_sampled(batch, found)
+    return {drafting: summarise(t, k, bootstrap, seed, drafting) for drafting, t in tallies.items()}
 
 
 def batches(samples: Iterable[EvaluationSample], tokens: int) -> Iterator[list[EvaluationSample]]:

@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from app.cluster import log_in_worker
-from app.config import TrainConfig, parse_config
-from app.draft_config import DraftConfig
+from app.config import Config, TrainConfig, parse_config
+from app.draft_config import NORM_FLAGS, DraftConfig
 from app.parts import PartEntry
 from app.pipelines.vocab import load_vocab
 from app.record import record_of, refuse_mismatch
+from app.runfolder import flat_config
 from app.samples import SampleReader, load_split
 from app.storage import Store
 from app.target import TargetHead, TargetInfo, load_target_head
 from app.train.draft import Eagle3Draft
+from app.train.guards import AGREEMENT_SAMPLES, INT4_AGREEMENT, Agreement, agreement, agreement_words, require_agreement
+from app.train.outside import outside_vocabulary
 from app.train.ranks import Ranks
+from app.train.trackers import RayMetrics, Tracker, open_trackers
 from app.train.trainer import Trainer, TrainJob
+from app.train.warm_start import InitialDraft, placed, warm_config, warm_draft
+
+log = logging.getLogger("draftmill")
 
 FOLDER = "train"  # of the run
 SUMMARY = "summary.json"  # in FOLDER, written at the end
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a training lives in the run folder, and what share of the training conversations it sees."""
+
+    folder: str = FOLDER
+    share: float = 1.0
 
 
 def train_loop_per_worker(config: dict[str, Any]) -> None:
@@ -32,8 +52,9 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
         config: the run's Config as JSON
         target: TargetInfo as JSON
         entries: list[PartEntry], the committed parts of the generate stage
+        place: Place
 
-    Reads `vocab/vocab.safetensors`; writes checkpoints, `metrics.jsonl` and `summary.json` under `train/`.
+    Reads `vocab/vocab.safetensors`; writes checkpoints, `metrics.jsonl` and `summary.json` under the place's folder.
     Continues from the newest checkpoint by itself, so a worker group that Ray starts again loses little.
 
     Raises:
@@ -55,43 +76,116 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
         config["entries"],
         device[0] if isinstance(device, list) else device,
         report,
+        config["place"],
+        [RayMetrics(config["run_url"])],
     )
     report(summary)
 
 
 def run_worker(
     store: Store, config: dict[str, Any], target: dict[str, Any], entries: list[PartEntry],
-    device: torch.device, on_validation: Any = lambda values: None,
+    device: torch.device, on_validation: Any = lambda values: None, place: Place = Place(),
+    trackers: Iterable[Tracker] = (),
 ) -> dict[str, Any]:  # fmt: skip
-    """The worker without Ray: same arguments, in an existing process group or none."""
+    """The worker without Ray: same arguments, in an existing process group or none.
+
+    trackers: of the leading rank, beside those that the configuration names.
+    """
     settings = parse_config(config, "the run's configuration")
     info = TargetInfo.from_json(target)
     if device.type == "cpu":
         torch.set_num_threads(min(settings.train.cpus_per_worker, os.cpu_count() or 1))
     vocab, head = load_vocab(store), load_target_head(info)
     refuse_mismatch(entries, record_of(settings, info))
-    split = load_split(store, entries, settings)
+    split = nested(load_split(store, entries, settings), place.share)
+    own = store.sub(place.folder)
     shape = draft_config(info, settings.train, entries[0].layers, len(vocab.kept_ids))
-    draft = new_draft(shape, head, vocab.kept_ids, settings.train.seed)
+    initial = placed(own) if settings.train.init_from is not None else None
+    train = SampleReader(store, entries, split, ("train",))
     ranks = Ranks()
     trainer = Trainer(
         TrainJob(
-            draft=draft,
+            draft=first_draft(shape, settings.train, initial, head, vocab.kept_ids),
             head=head,
-            train=SampleReader(store, entries, split, ("train",)),
+            train=train,
             valid=SampleReader(store, entries, split, ("valid",)),
             config=settings.train,
-            store=store.sub(FOLDER),
+            store=own,
             num_draft_tokens=settings.evaluate.num_draft_tokens,
             device=device,
             on_validation=on_validation,
+            check=teacher_check(train, head, least_agreement(settings.train, entries)),
+            trackers=lambda step: [*_named_trackers(settings, store.url, own, step), *trackers],
+            initial_digest=None if initial is None else initial.digest,
         ),
         ranks,
     )
     summary = trainer.run()
-    if ranks.leads:
-        store.write_json(f"{FOLDER}/{SUMMARY}", summary)
+    if ranks.leads and not trainer.stopped:
+        temperature = settings.train.temperature
+        summary["outside_vocabulary"] = outside_vocabulary(trainer.loss.teacher, train, temperature)
+        own.write_json(SUMMARY, summary)
     return summary
+
+
+def _named_trackers(settings: Config, run_url: str, own: Store, resume_step: int) -> list[Tracker]:
+    recorded = flat_config(settings, ("train", "target.model", "vocab.size"))
+    return open_trackers(settings.train.trackers, run_url, own, recorded, resume_step)
+
+
+def nested(split: dict[str, str], share: float) -> dict[str, str]:
+    """`split` with only a share of its training conversations: those of the lowest hashes, so that a smaller share is
+    a part of every larger one."""
+    train = [c for c, name in split.items() if name == "train"]
+    train.sort(key=lambda c: hashlib.sha256(f"nested:{c}".encode()).digest())
+    kept = set(train[: max(1, round(share * len(train)))])
+    return {c: name for c, name in split.items() if name != "train" or c in kept}
+
+
+def least_agreement(train: TrainConfig, entries: Iterable[PartEntry]) -> float:
+    """The threshold of the check before step 1: lower where int4 itself changes first choices."""
+    coarse = any(entry.codec == "int4" for entry in entries)
+    return min(train.min_teacher_agreement, INT4_AGREEMENT) if coarse else train.min_teacher_agreement
+
+
+def teacher_check(train: SampleReader, head: TargetHead, least: float) -> Callable[[Ranks], dict[str, Any]]:
+    """The check before step 1: do the stored states give the tokens that the target emitted? Each rank looks at its
+    share of a few regenerated answers, spread over all parts."""
+
+    def check(ranks: Ranks) -> dict[str, Any]:
+        if least == 0:
+            return {}
+        stride = max(1, len(train) // (4 * AGREEMENT_SAMPLES))  # some are not regenerated
+        mine = range(ranks.rank * stride, len(train), ranks.world * stride)
+        rows = _regenerated(train, mine, AGREEMENT_SAMPLES // ranks.world + 1)
+        found = sum(ranks.gather(agreement(head, train, rows)), Agreement())
+        numbers = require_agreement(found, least)
+        if ranks.leads:
+            log.info("training: %s", agreement_words(numbers))
+        return numbers
+
+    return check
+
+
+def _regenerated(train: SampleReader, indices: Iterable[int], most: int) -> list[tuple[int, float]]:
+    """Indices of up to `most` answers that the target gave itself, with their temperatures."""
+    rows: list[tuple[int, float]] = []
+    for i in indices:
+        row = train.row(i)
+        if row["use"] == "regenerate":
+            rows.append((i, float(json.loads(row["sampling"]).get("temperature", 1.0))))
+        if len(rows) == most:
+            break
+    return rows
+
+
+def first_draft(
+    shape: DraftConfig, train: TrainConfig, initial: InitialDraft | None, head: TargetHead, kept_ids: torch.Tensor
+) -> Eagle3Draft:
+    """The draft of step 0: untrained, or `initial` going on."""
+    if initial is None:
+        return new_draft(shape, head, kept_ids, train.seed)
+    return warm_draft(initial, warm_config(shape, initial.config, train), head, kept_ids)
 
 
 def draft_config(target: TargetInfo, train: TrainConfig, layers: list[int], draft_vocab_size: int) -> DraftConfig:
@@ -115,7 +209,7 @@ def draft_config(target: TargetInfo, train: TrainConfig, layers: list[int], draf
         rope_scaling=target.rope_scaling,
         max_position_embeddings=target.max_position_embeddings,
         aux_layer_ids=(first, second, third),
-        norm_before_residual=train.norm_before_residual,
+        **{name: getattr(train, name) for name in NORM_FLAGS},
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_ids or None,
         pad_token_id=target.pad_token_id,

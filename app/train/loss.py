@@ -9,7 +9,6 @@ shared by all steps; head and loss run over chunks of rows and make their gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,24 +21,29 @@ from app.target import TargetHead
 from app.train.alignment import Pack
 from app.train.attention import attend
 from app.train.draft import CastDraft, Eagle3Draft, rotate
-from app.train.fusion import fused_on_gpu
+from app.train.objective import Buffer, Distribution, Objective, row_losses
 
 # Logits alive at once, in elements: a chunk's [rows, Vd]. Larger chunks add up lm_head's gradient less often.
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
-# Rows of a chunk that the CPU's elementwise passes take at once.
-ELEMENTWISE_ROWS = 256
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """Sums by unroll step, so that packs and ranks add up: three tensors [K] fp64 on the draft's device."""
+    """Sums by unroll step, so that packs and ranks add up: four tensors [K] fp64 on the draft's device."""
 
     rows: Tensor  # supervised rows
     loss: Tensor  # sum of the rows' losses
     hits: Tensor  # rows whose top draft token is the emitted token
+    alpha: Tensor  # sum of the rows' acceptance where the objective measures it (`Objective.measures_alpha`), else 0
+
+    @classmethod
+    def zeros(cls, unroll_steps: int, device: torch.device) -> StepStats:
+        return cls(*torch.zeros(4, unroll_steps, dtype=torch.float64, device=device))
 
     def __add__(self, other: StepStats) -> StepStats:
-        return StepStats(self.rows + other.rows, self.loss + other.loss, self.hits + other.hits)
+        return StepStats(
+            self.rows + other.rows, self.loss + other.loss, self.hits + other.hits, self.alpha + other.alpha
+        )
 
 
 class Teacher:
@@ -58,13 +62,33 @@ class Teacher:
         """lm_head(final_norm(s_n)) over the kept rows: s_n [N, Ht] -> [N, Vd] fp32 (fp64 in fp64)."""
         return self._logits(s_n, self.rows)
 
+    def distribution(self, s_n: Tensor, temperature: float = 1.0, measure_inside: bool = False) -> Distribution:
+        """The teacher at s_n [C, Ht]. `measure_inside` computes the whole head where the vocabulary is a part of it."""
+        if measure_inside and len(self.rows) < len(self.head.lm_head):
+            whole = _cooled(self.whole_logits(s_n), temperature)  # [C, V]
+            logits = whole.index_select(1, self.kept_ids)  # [C, Vd]
+            inside = torch.exp(logits.logsumexp(-1) - whole.logsumexp(-1))  # [C]
+        else:
+            logits = _cooled(self.logits(s_n), temperature)  # [C, Vd]
+            inside = torch.ones_like(logits[:, 0])  # [C]
+        probs = torch.softmax(logits, -1)  # [C, Vd]
+        return Distribution(probs, torch.linalg.vecdot(probs, logits) - logits.logsumexp(-1), inside)
+
     def keep(self, s_n: Tensor) -> Tensor:
         """Where the target's first choice over all of V is in the draft vocabulary: [N, Ht] -> [N] bool."""
+        top = [self.whole_logits(part).argmax(-1) for part in s_n.split(self.rows_at_once)]
+        return torch.isin(torch.cat(top), self.kept_ids) if top else torch.zeros(0, dtype=torch.bool)
+
+    def whole_logits(self, s_n: Tensor) -> Tensor:
+        """lm_head(final_norm(s_n)) over all of V: s_n [N, Ht] -> [N, V], as `logits`."""
         if self._whole is None:
             self._whole = self.head.lm_head.to(self.device, self.dtype)  # [V, Ht]
-        size = max(1, CHUNK_ELEMENTS[self.device.type] // len(self._whole))
-        top = [self._logits(part, self._whole).argmax(-1) for part in s_n.split(size)]
-        return torch.isin(torch.cat(top), self.kept_ids) if top else torch.zeros(0, dtype=torch.bool)
+        return self._logits(s_n, self._whole)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Positions whose logits over all of V fit the room of a chunk."""
+        return max(1, CHUNK_ELEMENTS[self.device.type] // len(self.head.lm_head))
 
     def _logits(self, s_n: Tensor, rows: Tensor) -> Tensor:
         wide = torch.promote_types(self.dtype, torch.float32)
@@ -78,27 +102,35 @@ class Teacher:
         return out
 
 
+def _cooled(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature, in place."""
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
 class UnrolledLoss:
-    """sum_k w^k * (sum over supervised rows of KL(teacher || draft)) / (their number in the global batch)."""
+    """sum_k w^k * (sum over supervised rows of the objective's loss) / (their number in the global batch)."""
 
     def __init__(
         self, draft: Eagle3Draft, head: TargetHead, unroll_steps: int, step_decay: float,
-        dtype: torch.dtype = torch.bfloat16, drop_out_of_vocab: bool = False,
+        dtype: torch.dtype = torch.bfloat16, objective: Objective | None = None,
     ) -> None:  # fmt: skip
-        """K = `unroll_steps`, w = `step_decay`, maths in `dtype`.
-
-        The teacher is renormalised over the draft vocabulary; `drop_out_of_vocab` leaves out rows whose
-        teacher's first choice lies outside it.
-        """
+        """K = `unroll_steps`, w = `step_decay`, maths in `dtype`; the objective is forward KL by default."""
         self.draft, self.dtype = draft, dtype
         self.unroll_steps, self.step_decay = unroll_steps, step_decay
-        self.drop_out_of_vocab = drop_out_of_vocab
+        self.objective = objective or Objective()
         self.teacher = Teacher(head, draft.kept_ids, dtype, draft.d2t.device)
+        # Mean acceptance [K] fp64 of the optimiser step before, for an objective that adapts to it.
+        self.alpha = torch.zeros(unroll_steps, dtype=torch.float64, device=self.teacher.device)
         self._buffers: dict[str, Tensor] = {}
 
     def keep(self, pack: Pack) -> Tensor | None:
         """Positions of `pack` whose rows count, [N_0] bool; None is all of them."""
-        return self.teacher.keep(decoded(pack.teacher)) if self.drop_out_of_vocab else None
+        return self.teacher.keep(decoded(pack.teacher)) if self.objective.drop_out_of_vocab else None
+
+    def adapt(self, alpha: Tensor, rows: Tensor) -> None:
+        """Take the acceptance of a finished step: its sums and the supervised rows of the global batch, [K] each."""
+        mean = alpha.to(self.alpha) / rows.to(self.alpha)  # [K], NaN where a step has no rows
+        self.alpha = torch.where(mean.isfinite(), mean, self.alpha)
 
     def counts(self, pack: Pack, keep: Tensor | None = None) -> Tensor:
         """Supervised rows by unroll step [K] fp64, on the CPU: sum them over packs and ranks for the mean."""
@@ -115,16 +147,16 @@ class UnrolledLoss:
         batch.
         """
         if not pack.counts[0]:
-            zero = torch.zeros(self.unroll_steps, dtype=torch.float64, device=self.teacher.device)
-            return zero.sum(), StepStats(zero, zero, zero)
+            none = StepStats.zeros(self.unroll_steps, self.teacher.device)
+            return none.loss.sum(), none
         own = self.counts(pack, keep)
         total = own if counts is None else counts
         weights = [self.step_decay**k / max(float(n), 1.0) for k, n in enumerate(total)]
         hidden = torch.cat(unroll(self.draft.cast(self.dtype), pack))  # [sum N_k, H], what lm_head reads
-        job = _HeadJob(pack, self.teacher, self.draft.target_to_draft[pack.labels], weights, keep, self._buffer)
+        labels, shares = self.draft.target_to_draft[pack.labels], self.objective.kl_share(self.alpha)
+        job = _HeadJob(pack, self.objective, self.teacher, labels, weights, shares, keep, self._buffer)
         loss, sums = _HeadLoss.apply(hidden, self.draft.lm_head.weight, job)
-        loss_sums, hits = sums.double()
-        return loss, StepStats(own.to(sums.device), loss_sums, hits)
+        return loss, StepStats(own.to(sums.device), *sums.double())
 
     def _buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Scratch memory that stays: fresh large tensors cost page faults on every step."""
@@ -197,19 +229,28 @@ class _Take(torch.autograd.Function):
 @dataclass(frozen=True)
 class _HeadJob:
     pack: Pack
+    objective: Objective
     teacher: Teacher
     labels: Tensor  # [N_0] int64 draft ids, -1 outside the draft vocabulary
     weights: list[float]  # per step, w^k / global count
+    kl_shares: Tensor  # [K]
     keep: Tensor | None  # [N_0] bool
-    buffer: Callable[[str, int, int, torch.dtype], Tensor]
+    buffer: Buffer
+
+    def distribution(self, low: int, high: int) -> Distribution | None:
+        """The teacher at positions low..high-1 of the pack, where the objective reads it."""
+        if self.objective.loss == "cross_entropy":
+            return None
+        states = decoded(self.pack.teacher[low:high])  # [C, Ht]
+        return self.teacher.distribution(states, self.objective.temperature, self.objective.measures_alpha)
 
 
 class _HeadLoss(torch.autograd.Function):
-    """lm_head, KL and the gradients of both, chunk by chunk over teacher positions."""
+    """lm_head, the rows' losses and the gradients of both, chunk by chunk over teacher positions."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, master: Tensor, job: _HeadJob) -> tuple[Tensor, Tensor]:
-        """hidden [sum N_k, H] compute dtype, master [Vd, H] fp32 -> loss, sums [2, K] (loss, hits)."""
+        """hidden [sum N_k, H] compute dtype, master [Vd, H] fp32 -> loss, sums [3, K] (loss, hits, alpha)."""
         pack, steps, vocab = job.pack, range(len(job.weights)), len(master)
         weight = master.to(hidden.dtype)  # [Vd, H]
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -219,7 +260,7 @@ class _HeadLoss(torch.autograd.Function):
         wants_grad = any(ctx.needs_input_grad[:2])
         d_hidden = torch.empty_like(hidden) if wants_grad else hidden.new_empty(0)  # [sum N_k, H]
         d_weight = torch.zeros_like(master) if wants_grad else master.new_empty(0)  # [Vd, H]
-        sums = hidden.new_zeros(2, len(steps), dtype=wide)  # [2, K]
+        sums = hidden.new_zeros(3, len(steps), dtype=wide)  # [3, K]
         positions = pack.counts[0]
         size = max(1, CHUNK_ELEMENTS[hidden.device.type] // (vocab * len(steps)))
         for low in range(0, positions, size):
@@ -228,17 +269,19 @@ class _HeadLoss(torch.autograd.Function):
             spans = [slice(offsets[k] + a, offsets[k] + b) for k, (a, b) in enumerate(ends)]
             x = torch.cat([hidden[s] for s in spans])  # [n, H]
             logits = torch.mm(x, weight.T, out=job.buffer("logits", len(x), vocab, hidden.dtype))  # [n, Vd]
-            probs, self_term = _teacher_probs(job.teacher.logits(decoded(pack.teacher[low:high])))  # [C, Vd], [C]
+            teacher, labels = job.distribution(low, high), job.labels[low:high]  # [C]
             kept = None if job.keep is None else job.keep[low:high].to(wide)  # [C]
             row_weights, done = [], 0
             for k, (a, b) in enumerate(ends):
                 index = pack.ahead[k][a:b] - low  # [n_k]
                 part = logits[done : done + b - a]  # [n_k, Vd], becomes the gradient of the logits
-                loss, hits = _kl_rows(part, probs, index, self_term, job.labels[low:high], job.buffer)  # [n_k]
-                count = torch.ones_like(loss) if kept is None else kept[index]  # [n_k]
-                sums[0, k] += (loss * count).sum()
-                sums[1, k] += (hits * count).sum()
-                row_weights.append(count * job.weights[k])
+                rows = row_losses(job.objective, part, index, labels, teacher, job.kl_shares[k], job.buffer)  # [n_k]
+                count = torch.ones_like(rows.loss) if kept is None else kept[index]  # [n_k]
+                sums[0, k] += (rows.loss * count).sum()
+                sums[1, k] += (rows.hits * count).sum()
+                if rows.alpha is not None:
+                    sums[2, k] += (rows.alpha * count).sum()
+                row_weights.append(count * (job.weights[k] / job.objective.temperature))
                 done += b - a
             if wants_grad:
                 scale = torch.cat(row_weights).to(hidden.dtype).unsqueeze(-1)  # [n, 1]
@@ -262,48 +305,3 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if total.is_cuda and a.dtype != total.dtype:
         return torch.addmm(total, a, b, out_dtype=total.dtype)
     return total.add_(torch.mm(a, b))
-
-
-def _teacher_probs(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Teacher logits [C, Vd] -> probabilities [C, Vd] and sum p log p [C]."""
-    probs = torch.softmax(logits, -1)  # [C, Vd]
-    return probs, torch.linalg.vecdot(probs, logits) - logits.logsumexp(-1)
-
-
-def _kl_rows(
-    logits: Tensor, probs: Tensor, index: Tensor, self_term: Tensor, labels: Tensor,
-    buffer: Callable[[str, int, int, torch.dtype], Tensor],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """KL(p || softmax(logits)) of each row; `logits` [n, Vd] becomes its gradient, softmax(logits) - p.
-
-    probs [C, Vd], self_term [C] (sum p log p) and labels [C] are read at `index` [n].
-    Returns the rows' losses [n] and whether their top token is the label [n].
-    """
-    if logits.is_cuda:
-        return _kl(logits, probs, index, self_term, labels)
-    losses, hits_of = [], []
-    for part, at in zip(logits.split(ELEMENTWISE_ROWS), index.split(ELEMENTWISE_ROWS), strict=True):
-        size = (len(part), probs.shape[1], probs.dtype)
-        z = buffer("z", *size).copy_(part)  # [b, Vd]
-        p = torch.index_select(probs, 0, at, out=buffer("p", *size))  # [b, Vd]
-        top = z.argmax(-1, keepdim=True)  # [b, 1]
-        q = torch.softmax(z, -1, out=buffer("q", *size))  # [b, Vd]
-        lse = (z.gather(1, top) - q.gather(1, top).log()).squeeze(1)  # [b]
-        losses.append(self_term[at] + lse - torch.linalg.vecdot(p, z))  # [b]
-        hits_of.append(top.squeeze(1) == labels[at])  # [b]
-        part.copy_(q.sub_(p))
-    if not losses:
-        return logits.new_zeros(0, dtype=probs.dtype), logits.new_zeros(0, dtype=torch.bool)
-    return torch.cat(losses), torch.cat(hits_of)
-
-
-@fused_on_gpu
-def _kl(logits: Tensor, probs: Tensor, index: Tensor, self_term: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """`_kl_rows` said plainly; one kernel where it is compiled."""
-    z = logits.to(probs.dtype)  # [n, Vd]
-    p = probs[index]  # [n, Vd]
-    lse = z.logsumexp(-1, keepdim=True)  # [n, 1]
-    loss = self_term[index] + lse.squeeze(1) - (p * z).sum(-1)  # [n]
-    hits = z.argmax(-1) == labels[index]  # [n]
-    logits.copy_(torch.exp(z - lse) - p)
-    return loss, hits

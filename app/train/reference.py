@@ -6,6 +6,9 @@ except the parameters.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,18 +17,24 @@ from app.codecs import decoded
 from app.target import TargetHead
 from app.train.alignment import TrainingSample
 from app.train.draft import Eagle3Draft
+from app.train.objective import Objective
 
 
 def reference_loss(
     draft: Eagle3Draft, head: TargetHead, samples: list[TrainingSample], unroll_steps: int, step_decay: float,
-    drop_out_of_vocab: bool = False,
+    objective: Objective | None = None, alpha: Sequence[float] | None = None,
 ) -> tuple[Tensor, list[dict[str, float]]]:  # fmt: skip
-    """Loss of a batch of documents, and per step the number of rows, the mean loss, the share of hits."""
+    """Loss of a batch of documents; per step the number of rows, mean loss, share of hits, mean acceptance.
+
+    alpha: mean acceptance by step of the optimiser step before, for the hybrid of `lk`; default 0.
+    """
+    objective = objective or Objective()
     total = torch.zeros((), dtype=draft.fc.weight.dtype)
     report = []
     logits = [reference_logits(draft, s, unroll_steps) for s in samples]  # per document [K, T-1, Vd]
     for k in range(unroll_steps):
-        rows, losses, hits = 0, total.new_zeros(()), 0
+        rows, losses, hits, accepted = 0, total.new_zeros(()), 0, 0.0
+        kl_share = math.exp(-objective.lk_eta * (alpha[k] if alpha else 0.0))
         for sample, by_step in zip(samples, logits, strict=True):
             kept = draft.kept_ids
             for t in range(len(sample.token_ids) - 1):
@@ -33,16 +42,40 @@ def reference_loss(
                 if len(window) < k + 2 or not bool(window.all()):
                     continue
                 s_n = decoded(sample.teacher[sample.teacher_pos == t + 1 + k])  # [1, Ht]
-                if drop_out_of_vocab and int(head.logits(s_n).argmax()) not in kept:
+                whole = head.logits(s_n)[0].to(total.dtype)  # [V]
+                if objective.drop_out_of_vocab and int(whole.argmax()) not in kept:
                     continue
-                teacher = head.logits(s_n, kept)[0].to(total.dtype).log_softmax(-1)  # [Vd]
-                student = by_step[k, t].log_softmax(-1)  # [Vd]
-                losses = losses + (teacher.exp() * (teacher - student)).sum()
-                hits += int(kept[student.argmax()] == sample.token_ids[t + 2 + k])
+                token = int(sample.token_ids[t + 2 + k])
+                loss, share = reference_row(objective, by_step[k, t], whole, kept, token, kl_share)
+                losses = losses + loss
+                accepted += share
+                hits += int(kept[by_step[k, t].argmax()] == token)
                 rows += 1
         total = total + step_decay**k * losses / max(rows, 1)
-        report.append({"rows": rows, "loss": float(losses.detach()) / max(rows, 1), "hits": hits / max(rows, 1)})
+        sums = {"loss": float(losses.detach()), "hits": hits, "alpha": accepted}
+        report.append({"rows": rows, **{name: value / max(rows, 1) for name, value in sums.items()}})
     return total, report
+
+
+def reference_row(
+    objective: Objective, logits: Tensor, teacher: Tensor, kept: Tensor, token: int, kl_share: float
+) -> tuple[Tensor, float]:
+    """Loss and acceptance of one row: draft logits [Vd], teacher logits over all [V], the emitted target id."""
+    log_q = (logits / objective.temperature).log_softmax(-1)  # [Vd]
+    mass = (teacher / objective.temperature).softmax(-1)[kept]  # [Vd] what speculative sampling accepts at most
+    p = mass / mass.sum()  # [Vd] renormalised over the draft vocabulary
+    alpha = torch.minimum(mass, log_q.exp()).sum()
+    kl = (p * (p.log() - log_q)).sum()
+    if objective.loss == "cross_entropy":
+        places = (kept == token).nonzero().flatten().tolist()
+        loss = -log_q[places[0]] if places else 0.0 * log_q.sum()
+    elif objective.loss == "kl":
+        loss = kl
+    elif objective.lk_form == "log_alpha":
+        loss = -alpha.log()
+    else:
+        loss = kl_share * kl + (1 - kl_share) * (1 - alpha)
+    return loss, float(alpha.detach())
 
 
 def reference_logits(draft: Eagle3Draft, sample: TrainingSample, unroll_steps: int) -> Tensor:

@@ -9,21 +9,26 @@ from typing import Any
 from app.captured import load_entries, require_states
 from app.cluster import cause_of, connect, gpu_count, is_local
 from app.config import Config
+from app.draft_config import DraftConfig
 from app.errors import UserError
 from app.pipeline import StageContext, StageResult
 from app.pipelines.vocab import load_vocab
 from app.runfolder import digest_of, flat_config
 from app.storage import Store
-from app.train import trainer
-from app.train.loop import FOLDER, SUMMARY, draft_config, train_loop_per_worker
+from app.train import trainer, warm_start
+from app.train.loop import FOLDER, SUMMARY, Place, draft_config, train_loop_per_worker
+from app.train.state import StopRequest, ask_to_stop
+from app.train.trackers import require_trackers
 
 log = logging.getLogger("draftmill")
 
 EXECUTION_KEYS = tuple(f"train.{key}" for key in trainer.EXECUTION_KEYS)
-_FAULT = f"{FOLDER}/fault.json"  # what a person can mend, from a worker
-_INPUTS = f"{FOLDER}/inputs.json"  # what the checkpoints were made from
-_RAY = f"{FOLDER}/ray"
+_FAULT = "fault.json"  # in the training folder: what a person can mend, from a worker
+_INPUTS = "inputs.json"  # what the checkpoints were made from
+_RAY = "ray"
 _MAX_FAILURES = 3  # worker groups started again after a dead worker
+_STOP_PATIENCE_S = 120.0  # for the checkpoint of a training that is stopped
+_LONGER_STOP_S = 600.0  # where it goes to an object store
 
 
 def run(ctx: StageContext) -> StageResult:
@@ -33,38 +38,9 @@ def run(ctx: StageContext) -> StageResult:
         UserError: training broke, the cluster has too little, or the settings do not fit the data.
     """
     config, store = ctx.config, ctx.run.store
-    entries = load_entries(ctx)
-    require_states(ctx, "train", entries)
-    shape = draft_config(ctx.target, config.train, list(ctx.layers), len(load_vocab(store).kept_ids))
-    shaping = flat_config(config, ("train", "evaluate.holdout", "evaluate.holdout_seed"), EXECUTION_KEYS)
-    # Checkpoints of other settings must never be taken for this training's: the newest one is exported.
-    inputs = {
-        "generate": ctx.input("generate").digest,
-        "vocab": ctx.input("vocab").digest,
-        "settings": digest_of([shaping, shape.model_dump(mode="json")]),
-    }
-    if store.read_json(_INPUTS) != inputs or _best_is_damaged(ctx):
+    if _best_is_damaged(ctx):
         store.delete(FOLDER)
-        store.write_json(_INPUTS, inputs)
-    store.delete(_FAULT)
-    connect(config.ray)
-    _fit(
-        config,
-        store,
-        {
-            "run_url": ctx.run.url,
-            "run_options": config.storage.options,
-            "config": config.model_dump(mode="json"),
-            "target": ctx.target.to_json(),
-            "entries": entries,
-        },
-    )
-    summary = store.read_json(f"{FOLDER}/{SUMMARY}")
-    store.delete(_RAY)
-    if summary is None:
-        raise UserError(
-            "train: the workers ended without a summary; look at their logs, then run the same command again"
-        )
+    summary, shape = train_in(ctx, Place())
     outputs = [f"{FOLDER}/{SUMMARY}", f"{FOLDER}/metrics.jsonl"]
     weights = [f"{FOLDER}/checkpoints/step-{summary['steps']:08d}/weights.safetensors"]
     if store.exists(f"{FOLDER}/best/state.json"):
@@ -80,6 +56,67 @@ def run(ctx: StageContext) -> StageResult:
     )
 
 
+def check(ctx: StageContext) -> None:
+    """Before any stage begins: the trackers' packages, and whether `train.init_from` fits.
+
+    Raises:
+        UserError: a package is missing, or there is no such draft, or it is another target's.
+    """
+    require_trackers(ctx.config.train.trackers)
+    warm_start.check(ctx, lambda size: draft_config(ctx.target, ctx.config.train, list(ctx.layers), size))
+
+
+def train_in(ctx: StageContext, place: Place) -> tuple[dict[str, Any], DraftConfig]:
+    """Train in folder `place.folder` of the run; its summary and the draft's shape.
+
+    Raises:
+        UserError: as `run`.
+    """
+    config, store = ctx.config, ctx.run.store
+    own = store.sub(place.folder)
+    entries = load_entries(ctx)
+    require_states(ctx, "train", entries)
+    shape = draft_config(ctx.target, config.train, list(ctx.layers), len(load_vocab(store).kept_ids))
+    initial = warm_start.initial_draft(ctx)
+    if initial is not None:
+        shape = warm_start.warm_config(shape, initial.config, config.train)
+    shaping = flat_config(config, ("train", "evaluate.holdout", "evaluate.holdout_seed"), EXECUTION_KEYS)
+    # Checkpoints of other settings must never be taken for this training's: the newest one is exported.
+    inputs = {
+        "generate": ctx.input("generate").digest,
+        "vocab": ctx.input("vocab").digest,
+        "settings": digest_of([shaping, shape.model_dump(mode="json")]),
+    }
+    if initial is not None:
+        inputs["initial draft"] = initial.digest
+    if place.share != 1.0:
+        inputs["share"] = str(place.share)
+    if own.read_json(_INPUTS) != inputs:
+        store.delete(place.folder)
+        if initial is not None:
+            warm_start.place(initial, own)
+        own.write_json(_INPUTS, inputs)  # last: what it stands for is there
+    own.delete(_FAULT)
+    own.delete(StopRequest.PATH)
+    connect(config.ray)
+    loop_config = {
+        "run_url": ctx.run.url,
+        "run_options": config.storage.options,
+        "config": config.model_dump(mode="json"),
+        "target": ctx.target.to_json(),
+        "entries": entries,
+        "place": place,
+    }
+    _fit(config, store, loop_config)
+    summary = own.read_json(SUMMARY)
+    own.delete(_RAY)
+    if summary is None:
+        raise UserError(
+            "train: the workers ended without a summary; look at their logs, then run the same command again"
+        )
+    return summary, shape
+
+
 def _best_is_damaged(ctx: StageContext) -> bool:
     """Whether the weights of the best validation are no longer what training wrote: only training makes them again."""
     done = ctx.run.manifest("train")
@@ -93,10 +130,11 @@ def _best_is_damaged(ctx: StageContext) -> bool:
 
 
 def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
-    """Run the worker group to its end."""
+    """Run the worker group to its end; `store` is the run folder."""
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig
 
+    own = store.sub(loop_config["place"].folder)
     use_gpu = config.train.use_gpu if config.train.use_gpu is not None else gpu_count() > 0
     resources = _resources(config, use_gpu)
     filesystem = None
@@ -111,7 +149,7 @@ def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
         torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo", timeout_s=1800),
         run_config=RunConfig(
             name="draftmill-train",
-            storage_path=store.full(_RAY),
+            storage_path=own.full(_RAY),
             storage_filesystem=filesystem,
             logging_config=LoggingConfig(log_level="WARNING"),  # type: ignore[call-arg]
             failure_config=FailureConfig(max_failures=_MAX_FAILURES),
@@ -120,14 +158,24 @@ def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
     log.info("train: %d worker(s) with %s", config.train.workers, resources)
     try:
         group.fit()
+    except KeyboardInterrupt:
+        _save_and_leave(own)
+        raise
     except Exception as error:
-        fault = store.read_json(_FAULT)
+        fault = own.read_json(_FAULT)
         if fault is not None:
             raise UserError(fault["message"]) from error
         cause = cause_of(error)
         if isinstance(cause, UserError):
             raise cause from error
         raise
+
+
+def _save_and_leave(store: Store) -> None:
+    """An interrupt (SIGTERM is one): the workers save where they are, so that the next run goes on there."""
+    log.info("train: stopping; the workers save first (interrupt again to leave without)")
+    saved = ask_to_stop(store, _STOP_PATIENCE_S if store.is_local else _LONGER_STOP_S)
+    log.info("train: %s", "saved" if saved else "no checkpoint was made; the next run goes on from the one before")
 
 
 def _trainer_class() -> Any:
@@ -171,7 +219,7 @@ def _worker(loop_config: dict[str, Any]) -> None:
     for name in list(logging.root.manager.loggerDict):
         if "/ray/train/" in name:  # Ray Train names a logger after its file; our own lines say what is reported
             logging.getLogger(name).setLevel(logging.WARNING)
-    store = Store(loop_config["run_url"], loop_config["run_options"])
+    store = Store(loop_config["run_url"], loop_config["run_options"]).sub(loop_config["place"].folder)
     fault = store.read_json(_FAULT)
     if fault is not None:
         raise UserError(fault["message"])

@@ -5,6 +5,7 @@ checkpoints/step-00000120/optimizer.safetensors   fp32 moments, random states
 checkpoints/step-00000120/state.json              written last: without it the folder does not count
 best/...                                          weights of the best validation, the same way
 metrics.jsonl                                     one JSON object per line
+stop.json                                         there while a running training is asked to save and end
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -61,6 +64,11 @@ def save_state(
 def save_best(store: Store, weights: dict[str, Tensor], meta: dict[str, Any]) -> None:
     """Keep `weights` as those of the best validation so far."""
     _commit(store, BEST, {"weights": weights}, meta)
+
+
+def has_best(store: Store) -> bool:
+    """Whether `save_best` once ended well: one that was killed leaves no best."""
+    return _meta(store, BEST, ("weights",)) is not None
 
 
 def load_latest(store: Store, fingerprint: str) -> SavedState | None:
@@ -125,6 +133,8 @@ def optimizer_tensors(draft: Eagle3Draft, optimizer: torch.optim.Optimizer) -> d
 def restore_optimizer(draft: Eagle3Draft, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """Put `optimizer_tensors` back; the moments stay fp32."""
     for name, p in draft.named_parameters():
+        if f"{name}/step" not in tensors:  # every step so far was skipped
+            continue
         for key in ("exp_avg", "exp_avg_sq", "step"):
             value = tensors[f"{name}/{key}"]
             optimizer.state[p][key] = value if key == "step" and not p.is_cuda else value.to(p.device)
@@ -157,6 +167,67 @@ class Metrics:
 
     def flush(self) -> None:
         self.store.write_bytes(self.PATH, "".join(line + "\n" for line in self.lines).encode())
+
+
+class StopRequest:
+    """Whether this training is to save and end: SIGTERM of this process, or the file `stop.json` in its folder.
+
+    A driver writes the file (`ask_to_stop`), since Ray's workers get no signal; the leading rank removes it when the
+    checkpoint is there. A context manager: the signal's handler is ours only inside.
+    """
+
+    PATH = "stop.json"
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._every = 0.5 if store.is_local else 5.0  # seconds between two looks at the file
+        self._signalled, self._next, self._previous = False, 0.0, None
+
+    def __enter__(self) -> Self:
+        try:
+            self._previous = signal.signal(signal.SIGTERM, self._on_signal)  # type: ignore[assignment]
+        except ValueError:  # not the main thread, as in Ray's workers
+            self._previous = None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._signalled = True
+
+    def asked(self, looks: bool) -> bool:
+        """Whether somebody asked; only a rank that `looks` reads the folder, now and then."""
+        if looks and not self._signalled and time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._every
+            self._signalled = self.store.exists(self.PATH)
+        return self._signalled
+
+    def done(self, step: int, total_steps: int, leads: bool) -> None:
+        """The checkpoint is there."""
+        if leads:
+            log.info("training: stopped at step %d of %d as asked; the same command goes on there", step, total_steps)
+            self.store.delete(self.PATH)
+
+
+def ask_to_stop(store: Store, patience_s: float) -> bool:
+    """Have the training in `store` save and end; whether it did within `patience_s` seconds."""
+    if not store.exists(Metrics.PATH):
+        return False  # it has not begun
+    store.write_json(StopRequest.PATH, {})
+    deadline = time.monotonic() + patience_s
+    while store.exists(StopRequest.PATH) and not _is_finished(store):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _is_finished(store: Store) -> bool:
+    """Whether the newest checkpoint is that of the last step: nobody looks at a request any more."""
+    newest = next((_meta(store, folder, ("weights",)) for folder in _checkpoints(store)), None)
+    return newest is not None and newest.get("step") == newest.get("total_steps")
 
 
 def _checkpoints(store: Store) -> list[str]:

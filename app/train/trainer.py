@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,25 +21,39 @@ import torch
 from torch import Tensor
 
 from app.config import TrainConfig
-from app.errors import UserError
 from app.storage import Store
 from app.target import TargetHead
 from app.train.alignment import pack
 from app.train.data import LoadedStep, SampleSource, StepLoader, StepPlan, cut, on_device
 from app.train.draft import Eagle3Draft
 from app.train.evaluate import GreedyDraft, Tally, batches, summarise, walk
+from app.train.guards import BadSteps, Watch, suspects
 from app.train.loss import StepStats, UnrolledLoss
+from app.train.objective import Objective
+from app.train.progress import Waits, Window
 from app.train.ranks import Ranks
-from app.train.state import Metrics, load_latest, optimizer_tensors, restore_optimizer, save_best, save_state
+from app.train.state import (
+    Metrics,
+    StopRequest,
+    has_best,
+    load_latest,
+    optimizer_tensors,
+    restore_optimizer,
+    save_best,
+    save_state,
+)
+from app.train.trackers import Tracker, flat_numbers
 
 log = logging.getLogger("draftmill")
 
 # Settings that change how a run is carried out, never what it computes.
-EXECUTION_KEYS = ("workers", "use_gpu", "cpus_per_worker", "checkpoint_every_s", "keep_checkpoints")
+EXECUTION_KEYS = (
+    "workers", "use_gpu", "cpus_per_worker", "checkpoint_every_s", "keep_checkpoints", "max_bad_steps",
+    "min_teacher_agreement", "trackers",
+)  # fmt: skip
 TOKENS_PER_PASS = {"cpu": 4096, "cuda": 8192}
 LOG_LINES = 2000
 LOG_EVERY_S = 15.0  # a progress line for people
-NORM_CHECK_STEPS = 50
 CPU = torch.device("cpu")
 
 
@@ -56,6 +70,9 @@ class TrainJob:
     num_draft_tokens: int = 3  # k of the validation walk
     device: torch.device = CPU
     on_validation: Callable[[dict[str, Any]], None] = lambda values: None
+    check: Callable[[Ranks], dict[str, Any]] = lambda ranks: {}  # before step 1, its numbers go into the summary
+    trackers: Callable[[int], Sequence[Tracker]] = lambda step: ()  # of the leading rank, by the step it goes on from
+    initial_digest: str | None = None  # of the weights `draft` starts from, where they are another draft's
 
 
 class Trainer:
@@ -66,9 +83,7 @@ class Trainer:
         self.draft.check_loaded()
         self.ranks.same_start(self.draft.parameters())
         self.dtype = usable_dtype(c.compute_dtype, job.device)
-        self.loss = UnrolledLoss(
-            self.draft, job.head, c.unroll_steps, c.step_decay, self.dtype, c.out_of_vocab == "drop"
-        )
+        self.loss = UnrolledLoss(self.draft, job.head, c.unroll_steps, c.step_decay, self.dtype, Objective.of(c))
         max_tokens = self.draft.config.max_position_embeddings
         self.plan = StepPlan(job.train.infos, c.tokens_per_step, c.seed, max_tokens)
         self.total_steps = max(1, round(c.epochs * self.plan.steps_per_epoch))
@@ -81,57 +96,92 @@ class Trainer:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=c.betas, fused=True)
         self.fingerprint = self._fingerprint()
-        self.step, self.seconds, self.last_loss = 0, 0.0, math.nan
+        self.step, self.seconds, self.waited, self.last_loss = 0, 0.0, 0.0, math.nan
+        self.stopped = False
         self.validations: list[dict[str, Any]] = []
+        self.train_losses: list[float] = []  # of the lines since the last validation
+        self.checked: dict[str, Any] = {}
+        self.bad_steps = BadSteps(c.max_bad_steps)
         self._resume()
-        self.start_norms = {n: p.detach().clone() for n, p in self.draft.named_parameters() if p.dim() == 1}
         self.start_step = self.step
+        self.trackers: Sequence[Tracker] = ()
+        self.watch = Watch(self.draft, self.start_step, self.total_steps, self.ranks.leads)
 
     def run(self) -> dict[str, Any]:
-        """Train to the end and return a summary.
+        """Train to the end, or until a stop is asked for (`stopped`), and return a summary.
 
         Raises:
-            UserError: the loss or a gradient is no longer finite; the last checkpoint is left as it is.
+            UserError: too many steps had no finite loss or gradient; the last checkpoint is left as it is.
         """
+        if self.step == 0:
+            self.checked = self.job.check(self.ranks)
+        metrics = Metrics(self.job.store, self.step) if self.ranks.leads else None
+        self.trackers = self.job.trackers(self.step) if self.ranks.leads else ()
+        try:
+            with StopRequest(self.job.store) as stop:
+                self._run(metrics, stop)
+        finally:
+            for tracker in self.trackers:
+                tracker.close()
+        return self.summary()
+
+    def _run(self, metrics: Metrics | None, stop: StopRequest) -> None:
         c, ranks = self.config, self.ranks
         loader = StepLoader(
             self.job.train, self.plan, c.unroll_steps, ranks.rank, ranks.world,
             TOKENS_PER_PASS[self.job.device.type], pin=self.job.device.type == "cuda",
         )  # fmt: skip
-        metrics = Metrics(self.job.store, self.step) if ranks.leads else None
         log_every = max(1, self.total_steps // LOG_LINES)
         last_save = last_line = started = time.monotonic()
-        before = self.seconds
-        window, window_tokens, window_start = None, 0, started
-        for loaded in on_device(loader.steps(self.step, self.total_steps), self.job.device):
+        before, waited_before, window = self.seconds, self.waited, Window()
+        steps = Waits(on_device(loader.steps(self.step, self.total_steps), self.job.device))
+        for loaded in steps:
             due = ranks.leads and time.monotonic() - last_save > c.checkpoint_every_s
-            stats, norm, save = self._train_step(loaded, due)
+            stats, norm, save, self.stopped = self._train_step(loaded, due, stop.asked(ranks.leads))
             self.step += 1
-            self.seconds = before + time.monotonic() - started
-            window = stats if window is None else window + stats
-            window_tokens += loaded.tokens
+            self.seconds, self.waited = before + time.monotonic() - started, waited_before + steps.total
+            window.add(stats, loaded.tokens, self.step)
+            window.waited += steps.last
             if self.step % log_every == 0 or self.step == self.total_steps:
-                values = self._reduce(window, window_tokens, time.monotonic() - window_start)
-                self.last_loss = values["loss"]
-                if metrics is not None:
-                    metrics.write({**values, "grad_norm": norm})
-                    if time.monotonic() - last_line > LOG_EVERY_S:
-                        self._log_progress(values, (time.monotonic() - started) / (self.step - self.start_step))
-                        last_line = time.monotonic()
-                window, window_tokens, window_start = None, 0, time.monotonic()
+                values = self._write_line(window, norm, metrics)
+                if metrics is not None and values and time.monotonic() - last_line > LOG_EVERY_S:
+                    self._log_progress(values, (time.monotonic() - started) / (self.step - self.start_step))
+                    last_line = time.monotonic()
+                window = Window()
+            self.watch.after_step(self.step)
             if self.step in self.validation_steps:
                 self._validate(metrics)
-                save, window_start = True, time.monotonic()
-            if save or self.step == self.total_steps:
+                save, window.start = True, time.monotonic()
+            if save or self.stopped or self.step == self.total_steps:
                 self._save(metrics)
                 last_save = time.monotonic()
-        self._warn_of_frozen_norms()
-        return self.summary()
+            if self.stopped:
+                stop.done(self.step, self.total_steps, ranks.leads)
+                return
+        self.watch.after_step(self.step, ends=True)
+
+    def _write_line(self, window: Window, norm: float, metrics: Metrics | None) -> dict[str, Any] | None:
+        """One line of the log for the steps of `window`; None where all of them were skipped."""
+        values = None
+        if window.stats is not None:
+            values = self._reduce(window.stats, window.tokens, window.seconds, window.waited)
+            self.last_loss = values["loss"]
+            self.train_losses.append(values["loss"])
+            self.watch.after_line(values)
+        if metrics is not None:
+            line = {"step": self.step, **({**values, "grad_norm": norm} if values else {})}
+            self._publish(metrics, line | ({"skipped": window.skipped} if window.skipped else {}))
+        return values
+
+    def _publish(self, metrics: Metrics, line: dict[str, Any]) -> None:
+        metrics.write(line)
+        for tracker in self.trackers:
+            tracker.log(flat_numbers(line), self.step)
 
     def _log_progress(self, values: dict[str, Any], seconds_per_step: float) -> None:
         log.info(
-            "training: step %d of %d, loss %.3f, %.0f tokens/s, %.0f s left",
-            self.step, self.total_steps, values["loss"], values["tokens_per_s"],
+            "training: step %d of %d, loss %.3f, %.0f tokens/s, %.0f %% of the time without data, %.0f s left",
+            self.step, self.total_steps, values["loss"], values["tokens_per_s"], 100 * values["data_wait_share"],
             (self.total_steps - self.step) * seconds_per_step,
         )  # fmt: skip
 
@@ -147,19 +197,23 @@ class Trainer:
             "samples_cut": self.plan.cut,
             "loss": self.last_loss,
             "seconds": self.seconds,
+            "data_wait_share": self.waited / max(self.seconds, 1e-9),
+            "skipped_steps": self.bad_steps.count,
+            "teacher_agreement": self.checked,
             "validation": self.validations,
             "best_acceptance_length": max(lengths, default=None),
             "parameters": sum(p.numel() for p in self.draft.parameters()),
         }
 
-    def _train_step(self, loaded: LoadedStep, save_due: bool) -> tuple[StepStats, float, bool]:
-        """One optimiser step: this rank's statistics, the gradient's norm, whether all ranks save now."""
+    def _train_step(self, loaded: LoadedStep, save_due: bool, stop: bool) -> tuple[StepStats | None, float, bool, bool]:
+        """One optimiser step: this rank's statistics (None: skipped), the gradient's norm, and what all ranks do
+        next: save, stop."""
         ranks, device = self.ranks, self.job.device
         packs = loaded.packs
         keeps = [self.loss.keep(p) for p in packs]
         own = torch.stack([self.loss.counts(p, k) for p, k in zip(packs, keeps, strict=True)]).sum(0)  # [K]
-        control = torch.cat([own, own.new_tensor([float(save_due)])]).to(device)  # [K+1]
-        *counts, save = ranks.sum(control).tolist()
+        control = torch.cat([own, own.new_tensor([float(save_due), float(stop)])]).to(device)  # [K+2]
+        *counts, save, stop_all = ranks.sum(control).tolist()
         stats: StepStats | None = None
         for p, keep in zip(packs, keeps, strict=True):
             loss, part = self.loss(p, torch.tensor(counts, dtype=torch.float64), keep)
@@ -169,25 +223,40 @@ class Trainer:
         assert stats is not None
         ranks.sum_gradients(self.draft.parameters())
         norm = float(torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.config.grad_clip))
-        if not math.isfinite(norm):
-            names = [self.job.train.infos[i].sample_id for i in loaded.samples[:8]]
-            raise UserError(
-                f"training broke at step {self.step + 1} of {self.total_steps}: the gradient norm is {norm}. "
-                "Weights were not changed and the last checkpoint stays. "
-                f"Samples of this worker's step: {', '.join(names)}. "
-                "Lower train.learning_rate, or look at the states of these samples"
-            )
-        rate = learning_rate(self.config, self.step, self.total_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        finite = math.isfinite(norm) and bool(torch.isfinite(stats.loss).all())
+        if float(ranks.sum(torch.tensor(float(not finite), device=device))):
+            self._skip(loaded, norm)
+            stats = None
+        else:
+            rate = learning_rate(self.config, self.step, self.total_steps)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            if self.loss.objective.adapts:
+                self.loss.adapt(ranks.sum(stats.alpha.clone()), torch.tensor(counts))
         self.optimizer.zero_grad(set_to_none=True)
-        return stats, norm, save > 0
+        return stats, norm, save > 0, stop_all > 0
 
-    def _reduce(self, stats: StepStats, tokens: int, seconds: float) -> dict[str, Any]:
-        """Global numbers of a window of steps, by unroll step where they are lists."""
+    def _skip(self, loaded: LoadedStep, norm: float) -> None:
+        """Leave weights and moments as they are, on every rank; UserError at the limit."""
+        named = [name for names in self.ranks.gather(suspects(self.job.train, loaded.samples)) for name in names]
+        known = [name for name in named if "states hold" in name]
+        said = self.bad_steps.skip(self.step + 1, self.total_steps, norm, known or named)
+        if self.ranks.leads:
+            log.warning("training: %s", said)
+
+    def _reduce(self, stats: StepStats, tokens: int, seconds: float, waited: float = 0.0) -> dict[str, Any]:
+        """Global numbers of a window of steps, by unroll step where they are lists.
+
+        `waited` seconds of the window passed without data on this rank; the rank that waited longest counts, as the
+        others wait for it.
+        """
+        waits = torch.zeros(self.ranks.world, device=stats.rows.device)
+        waits[self.ranks.rank] = waited
         count = torch.full_like(stats.rows, tokens)
-        rows, loss, hits, total = self.ranks.sum(torch.stack([stats.rows, stats.loss, stats.hits, count])).cpu()
+        sums = torch.stack([stats.rows, stats.loss, stats.hits, stats.alpha, count])
+        rows, loss, hits, alpha, total = self.ranks.sum(sums).cpu()  # [K] each
+        measured = {"alpha_by_step": (alpha / rows.clamp(min=1)).tolist()} if self.loss.objective.measures_alpha else {}
         mean = loss / rows.clamp(min=1)  # [K]
         weights = self.config.step_decay ** torch.arange(len(mean), dtype=torch.float64)  # [K]
         return {
@@ -197,8 +266,10 @@ class Trainer:
             "loss_by_step": mean.tolist(),
             "accuracy_by_step": (hits / rows.clamp(min=1)).tolist(),
             "rows_by_step": [int(n) for n in rows],
+            **measured,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "tokens_per_s": float(total[0]) / max(seconds, 1e-9),
+            "data_wait_share": min(1.0, float(self.ranks.sum(waits).max()) / max(seconds, 1e-9)),
             "seconds": self.seconds,
         }
 
@@ -211,8 +282,7 @@ class Trainer:
         propose = GreedyDraft(self.draft, self.dtype)
         mine = (cut(source[i], self.plan.max_tokens) for i in range(self.ranks.rank, len(source), self.ranks.world))
         tallies: list[Tally] = []
-        zero = torch.zeros(self.config.unroll_steps, dtype=torch.float64, device=self.job.device)
-        stats = StepStats(zero, zero, zero)
+        stats = StepStats.zeros(self.config.unroll_steps, self.job.device)
         for batch in batches(mine, TOKENS_PER_PASS[self.job.device.type]):
             tallies += walk(batch, propose, k)
             packed = pack(batch, self.config.unroll_steps).to(self.job.device)
@@ -228,21 +298,24 @@ class Trainer:
             "num_draft_tokens": k,
             "conversations": acceptance.conversations,
             "loss": means["loss"],
+            "train_loss": sum(self.train_losses) / len(self.train_losses) if self.train_losses else None,
             "accuracy_by_step": means["accuracy_by_step"],
         }
+        self.train_losses = []
         best = max((v["acceptance_length"] for v in self.validations), default=-math.inf)
         self.validations.append(values)
         if metrics is not None:
-            metrics.write({"step": self.step, "validation": values})
+            self._publish(metrics, {"step": self.step, "validation": values})
             text = "training: step %d/%d, epoch %.2f: acceptance length %.3f (%.3f..%.3f), %d conversations"
             numbers = (acceptance.length, acceptance.low, acceptance.high, acceptance.conversations)
             log.info(text, self.step, self.total_steps, values["epoch"], *numbers)
-            if acceptance.length > best:
+            if acceptance.length > best or not has_best(self.job.store):
                 save_best(
                     self.job.store,
                     self._weights(),
                     {"step": self.step, "fingerprint": self.fingerprint, **values},
                 )
+            self.watch.after_validation(self.validations)
         self.job.on_validation(values)
 
     def _save(self, metrics: Metrics | None) -> None:
@@ -259,10 +332,17 @@ class Trainer:
             "total_steps": self.total_steps,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "loss": self.last_loss,
+            "alpha": self.loss.alpha.tolist(),
             "seconds": self.seconds,
+            "waited": self.waited,
             "validations": self.validations,
+            "train_losses": self.train_losses,
+            "bad_steps": self.bad_steps.count,
+            "checked": self.checked,
             "world": self.ranks.world,
         }
+        for tracker in self.trackers:
+            tracker.flush()
         save_state(self.job.store, self.step, self._weights(), optimizer, meta, self.config.keep_checkpoints)
 
     def _resume(self) -> None:
@@ -273,8 +353,10 @@ class Trainer:
         self.draft.load_exported(saved.weights)
         restore_optimizer(self.draft, self.optimizer, saved.optimizer)
         meta = saved.meta
-        self.step, self.seconds, self.last_loss = meta["step"], meta["seconds"], meta["loss"]
-        self.validations = list(meta["validations"])
+        self.step, self.seconds, self.waited, self.last_loss = (meta[k] for k in ("step", "seconds", "waited", "loss"))
+        self.validations, self.train_losses = list(meta["validations"]), list(meta["train_losses"])
+        self.bad_steps.count, self.checked = meta["bad_steps"], meta["checked"]
+        self.loss.alpha = self.loss.alpha.new_tensor(meta["alpha"])
         if f"rng/{self.ranks.rank}" in saved.optimizer:
             torch.set_rng_state(saved.optimizer[f"rng/{self.ranks.rank}"])
         if self.ranks.leads:
@@ -300,17 +382,9 @@ class Trainer:
             self.draft.config.model_dump(mode="json"),
             lengths,
             hashlib.sha256(self.draft.kept_ids.cpu().numpy().tobytes()).hexdigest(),
+            self.job.initial_digest,
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-    def _warn_of_frozen_norms(self) -> None:
-        """Norm weights that never left their start are the mark of updates too small for their type."""
-        if self.step - self.start_step < NORM_CHECK_STEPS:
-            return
-        still = [n for n, p in self.draft.named_parameters() if n in self.start_norms and p.equal(self.start_norms[n])]
-        if still and self.ranks.leads:
-            text = "training: %s did not change in %d steps; updates too small for the type, or no gradient"
-            log.warning(text, ", ".join(still), self.step - self.start_step)
 
 
 def usable_dtype(wanted: str, device: torch.device) -> torch.dtype:

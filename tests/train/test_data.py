@@ -146,7 +146,7 @@ def test_packs_carry_encoded_states_and_the_loss_is_that_of_their_values(codec: 
         elsewhere = step.packs[0].to("meta")  # as on a GPU: every tensor of it moves
         assert all(t.is_meta for s in (elsewhere.aux, elsewhere.teacher) for t in tensors(s))
         moved = next(iter(on_device(iter([step]), torch.device("cpu"))))
-        loss = UnrolledLoss(debug_draft(head), head, 2, 0.8, torch.float32, False)
+        loss = UnrolledLoss(debug_draft(head), head, 2, 0.8, torch.float32)
         losses.append([float(loss(p.to("cpu"))[0].detach()) for p in moved.packs])
     assert losses[0] == losses[1]
 

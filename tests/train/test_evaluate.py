@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from app.train.alignment import pack, supervision_mask
-from app.train.draft import Eagle3Draft, rms_norm, rotate
+from app.train.alignment import supervision_mask
 from app.train.evaluate import EvaluationSample, GreedyDraft, Tally, evaluate, summarise, walk
-from app.train.loss import unroll
 from tests.train.debug import FakeSample, debug_draft, debug_head, make_sample, random_samples, span_mask
+from tests.train.serving import serve
 
 
 def test_walk_by_hand() -> None:
@@ -94,63 +92,6 @@ def test_oracle_from_the_teacher_scores_one_and_falls_when_shifted(shift: int) -
         assert set(result.by_domain) == {"math", "code"}
     else:
         assert result.length < 1.3
-
-
-def serve(
-    draft: Eagle3Draft, sample: FakeSample, start: int, k: int, forced: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """One draft as a server runs it: a KV cache, one token at a time. -> proposals [k], logits [k, Vd] fp32.
-
-    `forced` [k] feeds these tokens instead of the draft's own.
-    """
-    c, layer, d = draft.config, draft.midlayer, draft.config.head_dim
-    attention = layer.self_attn
-    cache: list[tuple[Tensor, Tensor]] = []
-
-    def layer_step(token: Tensor, state: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        embed = rms_norm(draft.embed_tokens.weight[token].float(), layer.input_layernorm.weight, c.rms_norm_eps)
-        normed = rms_norm(state, layer.hidden_norm.weight, c.rms_norm_eps)
-        x = torch.cat([embed, normed])
-        angle = position * draft.inv_freq
-        cos, sin = angle.cos()[None, None], angle.sin()[None, None]
-        q = rotate(attention.q_proj(x).view(1, -1, d), cos, sin)[0]  # [heads, d]
-        cache.append((rotate(attention.k_proj(x).view(1, -1, d), cos, sin)[0], attention.v_proj(x).view(-1, d)))
-        keys = torch.stack([k for k, _ in cache]).repeat_interleave(c.num_attention_heads // c.num_key_value_heads, 1)
-        values = torch.stack([v for _, v in cache]).repeat_interleave(c.num_attention_heads // c.num_key_value_heads, 1)
-        weights = (torch.einsum("hd,shd->hs", q, keys) * d**-0.5).softmax(-1)
-        attended = torch.einsum("hs,shd->hd", weights, values).flatten()
-        hidden = (normed if c.norm_before_residual else state) + attention.o_proj(attended)
-        y = rms_norm(hidden, layer.post_attention_layernorm.weight, c.rms_norm_eps)
-        hidden = hidden + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(y)) * layer.mlp.up_proj(y))
-        out = rms_norm(hidden, draft.norm.weight, c.rms_norm_eps)
-        return (out if c.norm_output else hidden), draft.lm_head(out)
-
-    with torch.no_grad():
-        for t in range(start + 1):  # prefill: true tokens, the target's states
-            state, logits = layer_step(sample.token_ids[t + 1], draft.fc(sample.aux[t].float()), t)
-        proposals, all_logits = [], []
-        for step in range(k):
-            token = logits.argmax() + draft.d2t[logits.argmax()]
-            proposals.append(token)
-            all_logits.append(logits)
-            state, logits = layer_step(token if forced is None else forced[step], state, start + step + 1)
-    return torch.stack(proposals), torch.stack(all_logits)
-
-
-@pytest.mark.parametrize(
-    "changes", [{}, {"norm_before_residual": True}, {"norm_output": True, "num_key_value_heads": 1}]
-)
-def test_serving_order_reproduces_the_training_logits_at_every_depth(changes: dict[str, object]) -> None:
-    draft = debug_draft(**changes)
-    sample = make_sample(span_mask(22, [(5, 13), (15, 22)]), seed=3)
-    k = 4
-    packed = pack([sample], k)
-    with torch.no_grad():
-        by_step = [draft.lm_head(h) for h in unroll(draft.cast(torch.float32), packed)]
-    for step in range(k):
-        for i, t in enumerate(packed.rows[step].tolist()):
-            _, logits = serve(draft, sample, t, step + 1, forced=sample.token_ids[t + 2 : t + 3 + step])
-            torch.testing.assert_close(by_step[step][i], logits[step], rtol=1e-4, atol=1e-5)
 
 
 def test_the_walk_of_a_draft_equals_the_walk_of_its_server() -> None:

@@ -11,6 +11,7 @@ from app.errors import UserError
 from app.train import loss as loss_module
 from app.train.alignment import pack, supervision_mask
 from app.train.loss import UnrolledLoss
+from app.train.objective import Objective
 from app.train.reference import reference_loss
 from tests.train.debug import debug_draft, debug_head, make_sample, random_samples, span_mask
 
@@ -71,30 +72,50 @@ CASES: list[dict[str, Any]] = [
     {"steps": 4, "draft_vocab_size": 5},
     {"steps": 2, "num_key_value_heads": 4, "head_dim": 6},
     {"steps": 2, "num_key_value_heads": 1, "target_hidden_size": 48},
-    {"steps": 3, "drop": True},
+    {"steps": 3, "objective": Objective(drop_out_of_vocab=True)},
     {"steps": 3, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     {"steps": 3, "head": {"norm_plus_one": True, "logit_scale": 0.5, "logit_softcap": 4.0}},
 ]
+# Each objective at each number of steps once, with another vocabulary, temperature and rule for what lies outside.
+LOSSES: list[dict[str, Any]] = [
+    {"loss": "kl"},
+    {"loss": "cross_entropy"},
+    {"loss": "lk", "lk_form": "log_alpha"},
+    {"loss": "lk", "lk_form": "hybrid", "lk_eta": 2.0},
+]
+for number, settings in enumerate(LOSSES):
+    for steps in range(1, 9):
+        objective = Objective(
+            **settings, temperature=(1.0, 0.7, 1.9)[steps % 3], drop_out_of_vocab=bool((steps + number) % 2)
+        )
+        vocab = {"draft_vocab_size": (40, 96, 7)[(steps + number) % 3]}
+        CASES.append({"steps": steps, "longest": 24 + 2 * steps, "objective": objective, **vocab})
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: ",".join(f"{k}={v}" for k, v in c.items()))
+def label(case: dict[str, Any]) -> str:
+    return ",".join(f"{k}={v}" for k, v in case.items()).replace("Objective", "")
+
+
+@pytest.mark.parametrize("case", CASES, ids=label)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_fast_path_equals_the_definition(case: dict[str, Any], dtype: torch.dtype, monkeypatch: Any) -> None:
     case = dict(case)
-    steps, drop, longest = case.pop("steps"), case.pop("drop", False), case.pop("longest", 20)
+    steps, objective, longest = case.pop("steps"), case.pop("objective", Objective()), case.pop("longest", 20)
+    alpha = [0.9 - 0.1 * k for k in range(steps)]  # of a step before: every step has another lambda
     hidden = case.get("target_hidden_size", 32)
     head = debug_head(hidden=hidden, wide=dtype == torch.float64, **case.pop("head", {}))
     draft = debug_draft(head, **case).to(dtype)
     # Small blocks, so that every loop runs more than once.
     monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 7 * steps * draft.config.draft_vocab_size)
-    monkeypatch.setattr(loss_module, "ELEMENTWISE_ROWS", 3)
+    monkeypatch.setattr("app.train.objective.ELEMENTWISE_ROWS", 3)
     monkeypatch.setattr("app.train.attention.QUERY_BLOCK", 5)
     for seed in range(3):
         samples = random_samples(6, seed=seed, longest=longest, hidden=hidden)
-        expected, report = reference_loss(draft, head, list(samples), steps, 0.8, drop)
+        expected, report = reference_loss(draft, head, list(samples), steps, 0.8, objective, alpha)
         gradients = torch.autograd.grad(expected, list(draft.parameters()), allow_unused=True)
 
-        fast = UnrolledLoss(draft, head, steps, 0.8, dtype, drop)
+        fast = UnrolledLoss(draft, head, steps, 0.8, dtype, objective)
+        fast.adapt(torch.tensor(alpha, dtype=torch.float64) * 4, torch.full((steps,), 4.0))
         packed = pack(samples, steps)
         keep = fast.keep(packed)
         loss, stats = fast(packed, keep=keep)
@@ -109,6 +130,8 @@ def test_fast_path_equals_the_definition(case: dict[str, Any], dtype: torch.dtyp
             n = max(r["rows"], 1)
             assert float(stats.loss[k]) / n == pytest.approx(r["loss"], rel=1e-4, abs=1e-6)
             assert float(stats.hits[k]) / n == pytest.approx(r["hits"])
+            measured = r["alpha"] if objective.measures_alpha else 0.0
+            assert float(stats.alpha[k]) / n == pytest.approx(measured, rel=1e-4, abs=1e-6)
 
 
 def test_packs_with_global_counts_add_up_to_one_batch() -> None:

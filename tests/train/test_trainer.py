@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,27 +170,6 @@ def test_every_norm_moves_in_fifty_bf16_steps_at_a_small_rate(tmp_path: Path, ca
     assert "did not change" not in caplog.text
 
 
-def test_a_norm_that_never_moves_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = make_job(tmp_path, epochs=5)
-    job.draft.midlayer.hidden_norm.weight.requires_grad_(False)
-    Trainer(job).run()
-    assert "midlayer.hidden_norm.weight did not change in 50 steps" in caplog.text
-
-
-def test_nan_stops_with_a_clear_error_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
-    job = make_job(tmp_path)
-    bad = ListSource(list(job.train.samples))  # type: ignore[attr-defined]
-    bad.samples[5] = type(bad.samples[5])(
-        **{**bad.samples[5].__dict__, "aux": torch.full_like(bad.samples[5].aux, math.nan)}
-    )
-    trainer = Trainer(replace(job, train=bad))
-    with pytest.raises(UserError, match=r"training broke at step .*norm is nan.*Samples"):
-        trainer.run()
-    trainer.draft.check_loaded()  # weights were not changed
-    saved = load_latest(job.store, trainer.fingerprint)
-    assert (saved.meta["step"] if saved else 0) == trainer.step
-
-
 def test_a_draft_that_was_not_loaded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"lm_head\.weight, embed_tokens\.weight"):
         Trainer(make_job(tmp_path, draft=Eagle3Draft(debug_config())))
@@ -231,40 +211,45 @@ def test_learning_rate_schedule(schedule: str) -> None:
     assert rates[-1] == 1.0 if schedule == "constant" else 0.1 < rates[-1] < 0.12
 
 
-def _worker(rank: int, world: int, folder: str, address: str, fail_at: int | None) -> None:
-    """One gloo worker; `fail_at` reads, the second one dies."""
+def _worker(rank: int, world: int, folder: str, address: str, fail_at: int | None, broken: int | None) -> None:
+    """One gloo worker; after `fail_at` reads the second one dies; sample `broken` has NaN in its states."""
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=world)
-    _train(Path(folder), fail_at if rank == 1 else None)
+    _train(Path(folder), fail_at if rank == 1 else None, broken)
     dist.destroy_process_group()
 
 
-def _train(folder: Path, fail_at: int | None) -> None:
-    head = debug_head()
+def mixed_job(folder: Path, broken: int | None = None) -> TrainJob:
+    """101 samples of mixed length, many with nothing to learn."""
     samples = random_samples(101, seed=6, longest=60)
-    source = ListSource(samples)
-    if fail_at is not None:
-        source = KilledAt(source, fail_at)
-    job = make_job(
+    if broken is not None:
+        samples[broken] = replace(samples[broken], aux=torch.full_like(samples[broken].aux, math.nan))
+    return make_job(
         folder,
-        train=source,
-        valid=ListSource(learnable_samples(5, head, seed=1)),
+        train=ListSource(samples),
+        valid=ListSource(learnable_samples(5, debug_head(), seed=1)),
         compute_dtype="float32",
         tokens_per_step=200,
     )
+
+
+def _train(folder: Path, fail_at: int | None, broken: int | None = None) -> None:
+    job = mixed_job(folder, broken)
+    if fail_at is not None:
+        job = replace(job, train=KilledAt(job.train, fail_at))  # type: ignore[arg-type]
     Trainer(job).run()
 
 
-def _spawn(world: int, folder: Path, fail_at: int | None = None) -> None:
-    address = folder.parent / f"rendezvous-{folder.name}-{fail_at}"
-    mp.spawn(_worker, (world, str(folder), str(address), fail_at), nprocs=world)
+def spawn_workers(world: int, folder: Path, fail_at: int | None = None, broken_sample: int | None = None) -> None:
+    address = folder.parent / f"rendezvous-{folder.name}-{fail_at}-{uuid.uuid4().hex[:6]}"
+    mp.spawn(_worker, (world, str(folder), str(address), fail_at, broken_sample), nprocs=world)
 
 
 def test_two_workers_equal_one_and_resume_after_one_died(tmp_path: Path) -> None:
     """F63, F65: 101 mixed rows; same global batch; killing worker 1 of 2 loses nothing."""
     _train(tmp_path / "one", None)
-    _spawn(2, tmp_path / "two")
+    spawn_workers(2, tmp_path / "two")
     one, two = weights_of(tmp_path / "one"), weights_of(tmp_path / "two")
     for name in one:
         torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-4)
@@ -279,9 +264,9 @@ def test_two_workers_equal_one_and_resume_after_one_died(tmp_path: Path) -> None
             assert a["learning_rate"] == b["learning_rate"]
 
     with pytest.raises(mp.ProcessRaisedException):
-        _spawn(2, tmp_path / "killed", fail_at=60)
+        spawn_workers(2, tmp_path / "killed", fail_at=60)
     saved = read_weights(Store(str(tmp_path / "killed")), "last")[1]
     assert 0 < saved["step"] < saved["total_steps"]
-    _spawn(2, tmp_path / "killed")
+    spawn_workers(2, tmp_path / "killed")
     resumed = weights_of(tmp_path / "killed")
     assert all(torch.equal(resumed[n], two[n]) for n in two)

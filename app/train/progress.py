@@ -1,0 +1,52 @@
+"""What a worker counts between two lines of the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from app.train.loss import StepStats
+
+T = TypeVar("T")
+
+
+class Window:
+    """Sums of this rank since the last line; seconds run from the start of the window."""
+
+    def __init__(self) -> None:
+        self.stats: StepStats | None = None  # None: every step was skipped
+        self.tokens = 0
+        self.waited = 0.0  # seconds without data
+        self.skipped: list[int] = []
+        self.start = time.monotonic()
+
+    def add(self, stats: StepStats | None, tokens: int, step: int) -> None:
+        """A step that was done, or with None skipped."""
+        if stats is None:
+            self.skipped.append(step)
+            return
+        self.stats = stats if self.stats is None else self.stats + stats
+        self.tokens += tokens
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.start
+
+
+class Waits(Generic[T]):
+    """Iterates over `items` and adds up the seconds that went by until each was there."""
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self.items, self.last, self.total = items, 0.0, 0.0
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            started = time.monotonic()
+            try:
+                item = next(self.items)
+            except StopIteration:
+                return
+            self.last = time.monotonic() - started
+            self.total += self.last
+            yield item
