@@ -35,6 +35,7 @@ _BF16_PLACES = -0x7810  # sign, four exponent and three mantissa bits of e4m3 in
 _TINY = 1e-30  # scale of a group of zeros
 _CHUNK = 256  # rows worked on at once, so that they stay in the cache
 _CHUNK_ON_GPU = 2048  # bounds the fp32 copies
+_THREADS = 8  # that compress or decompress one sample
 _ZSTD_LEVEL = (
     1  # residual streams are noise to anything but the entropy coder: higher levels cost time and save nothing
 )
@@ -252,7 +253,7 @@ def decompress(frame: Any, count: int, planes: int) -> Tensor:
 
 def in_threads(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     """`function` of each item, in order; zstd lets other threads work."""
-    threads = min(4, os.cpu_count() or 1, len(items))
+    threads = min(_THREADS, os.cpu_count() or 1, len(items))
     if threads < 2:
         return [function(item) for item in items]
     with ThreadPoolExecutor(threads) as pool:

@@ -63,7 +63,7 @@ def look_at_cluster(run_dir: str | None) -> list[Room]:
     from app.cluster import is_local
 
     nodes = [n for n in ray.nodes() if n.get("Alive")]
-    temps = [str(Path(n["RayletSocketName"]).parents[2]) for n in nodes]
+    temps = [_ray_temp(n) for n in nodes]
     if is_local() and len(nodes) == 1:
         return [_with_resources(look_at(socket.gethostname(), temps[0], run_dir), nodes[0])]
     task = ray.remote(num_cpus=0, max_retries=1)(look_at)
@@ -84,6 +84,12 @@ def look_at_cluster(run_dir: str | None) -> list[Room]:
                 node["NodeManagerHostname"], first_line(error),
             )  # fmt: skip
     return rooms
+
+
+def _ray_temp(node: dict[str, Any]) -> str:
+    """Ray's temporary folder on a node: its sockets lie in SESSION/sockets."""
+    socket_name = node.get("RayletSocketName")
+    return str(Path(socket_name).parents[2]) if socket_name else "/tmp/ray"
 
 
 def _with_resources(room: Room, node: dict[str, Any]) -> Room:

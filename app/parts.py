@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from app.codecs import States, encode
@@ -36,6 +37,7 @@ from app.storage import Store, explained
 
 PARTS = "generate/parts"
 FORMAT_VERSION = 2
+Mask = Sequence[bool] | NDArray[np.bool_]  # [T]
 _LARGE = 2**20  # bytes: a write whose checksum another thread takes meanwhile
 
 INGEST_SCHEMA = pa.schema(
@@ -175,6 +177,11 @@ def part_name(part: int) -> str:
     return f"part-{part:05d}"
 
 
+def as_mask(loss_mask: Mask) -> Tensor:
+    """[T] bool."""
+    return torch.from_numpy(np.array(loss_mask, dtype=bool))
+
+
 def teacher_positions(loss_mask: Tensor) -> Tensor:
     """Positions the teacher is read at (CONTRACTS.md section 2): p with m_p and m_{p+1}. [T] bool -> [S] int64."""
     return (loss_mask[:-1] & loss_mask[1:]).nonzero().squeeze(-1)
@@ -206,13 +213,13 @@ def write_part(
     return commit_part(store, entry, rows, samples)
 
 
-def stored_states(states: Captured, loss_mask: Sequence[bool], codec: str) -> tuple[States, States]:
+def stored_states(states: Captured, loss_mask: Mask, codec: str) -> tuple[States, States]:
     """What is kept of a sample's states [T-1, 4, H]: the auxiliary rows [T-1, 3H], and the teacher's [S, H].
 
     Raises:
         UserError: the codec cannot hold them.
     """
-    positions = teacher_positions(torch.tensor(loss_mask, dtype=torch.bool))  # [S]
+    positions = teacher_positions(as_mask(loss_mask))  # [S]
     if isinstance(states, PackedStates):
         if states.packing.codec != codec:
             raise ValueError(f"states packed as {states.packing.codec} are to be stored as {codec}")

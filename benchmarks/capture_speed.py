@@ -194,9 +194,9 @@ def shards_mode(model: str, args: argparse.Namespace) -> dict[str, Any]:
             table = ingest_table(rows[part * per_part : (part + 1) * per_part])
             write_ingest_part(store, first + part, table)
 
-    write(0, prompts[: args.concurrent], 8)
-    run_shards(worker, range(-(-args.concurrent // per_part)), 2)
     in_flight = parts_in_flight(config_of(args, model, folder))
+    write(0, prompts[: args.concurrent], 8)
+    run_shards(worker, range(-(-args.concurrent // per_part)), in_flight)  # as many at once as later: kernels are made
     seconds, tokens = [], 0
     last_answer = watch_answers(worker._engine)
     for number in range(args.rounds):

@@ -170,8 +170,6 @@ def test_a_tiny_curve_is_trained_once_and_resumed(tiny: Path, tmp_path: Path) ->
     assert not (folder / "1-2" / "checkpoints").exists() and (folder / "1-2" / "metrics.jsonl").exists()
     assert not (tmp_path / "run" / "train").exists()
 
-    again = draftmill("curve", str(tmp_path / "run"), "--fractions", "1/4,1/2,1", timeout=200)
-    assert again.stdout == first.stdout and "curve: unchanged, reused" in again.stderr
     times = {n: (folder / n / "point.json").stat().st_mtime_ns for n in ("1-4", "1-1")}
     (folder / "1-2" / "point.json").unlink()
     (folder / "curve.json").unlink()

@@ -60,7 +60,9 @@ def test_a_gpu_packs_the_same_bytes() -> None:
 @pytest.mark.parametrize("codec", CODECS)
 def test_states_that_lie_otherwise_in_memory_are_packed_alike(codec: str) -> None:
     states, packing = states_of(40, 64), Packing(codec, 64, torch.bfloat16)
-    assert torch.equal(packing.pack(states.transpose(0, 1).contiguous().transpose(0, 1)), packing.pack(states))
+    other = packing.pack(states.transpose(0, 1).contiguous().transpose(0, 1))
+    end = packing.fields[3]  # what follows is padding
+    assert torch.equal(other[:, :end], packing.pack(states)[:, :end])
 
 
 def test_another_codec_than_the_configured_one_is_refused() -> None:

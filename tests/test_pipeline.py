@@ -100,6 +100,7 @@ def cluster_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, float]], 
         monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": resources}])
 
     monkeypatch.setattr(generate, "connect", lambda config: None)
+    monkeypatch.setattr(generate, "_preflight", lambda *others: None)
     monkeypatch.setattr(generate, "start_board", start)
     return pretend
 

@@ -1,8 +1,8 @@
 """States of finished requests from a worker in another process: one file of shared memory each, mapped by both.
 
 The worker files the rows of a request in a file of a folder that both know. When the request has ended it cuts the file
-to its rows and gives it the request's name; the engine's side maps it and removes the name. Nothing is copied, and no
-call has to cross: a name that appears is whole.
+to its rows and gives it the request's name; the engine's side maps it and removes the name. Nothing is copied while
+there is room, and no call has to cross: a name that appears is whole.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.engine.host_memory import host_memory
+
 _UNNAMED = ".rows-"  # of requests under way
 _FAULT = ".error"  # why the states of a request are missing
 _STEP = 4 * 2**20  # bytes asked of the system at a time
 _POLL_S = 0.002
+_SHARE = 0.5  # of the folder's file system that stays free for rows of requests under way
 _numbers = itertools.count()
 
 
@@ -97,7 +100,14 @@ def receive(
         if size < count * row:
             raise LookupError(f"request {key}: {size // row} of {count} positions were captured")
         mapped = mmap.mmap(file.fileno(), size)
-    return torch.from_numpy(np.frombuffer(mapped, np.uint8)[: count * row]).view(dtype).view(count, *shape)
+    rows = torch.from_numpy(np.frombuffer(mapped, np.uint8)[: count * row]).view(dtype).view(count, *shape)
+    # Rows wait in memory until their part is committed: here while there is room, so that new ones find theirs.
+    return rows if _has_room(folder) else host_memory.empty(tuple(rows.shape), dtype).copy_(rows)
+
+
+def _has_room(folder: str) -> bool:
+    about = os.statvfs(folder)
+    return about.f_bavail > about.f_blocks * _SHARE
 
 
 def drop(folder: str, key: str) -> bool:

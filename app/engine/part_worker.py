@@ -14,6 +14,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from app.answers import Answer, calls_in, history_message, read_answer, recorded_calls
 from app.budget import STOP
 from app.codecs import States
@@ -172,7 +175,7 @@ class PartWorker:
             "tokens": {
                 "prompt": sum(len(r["prompt_ids"]) for r in kept_rows),
                 "answer": sum(len(r["answer_ids"]) for r in kept_rows),
-                "supervised": sum(sum(r["loss_mask"]) for r in kept_rows),
+                "supervised": sum(int(np.count_nonzero(r["loss_mask"])) for r in kept_rows),
             },
             "finish_reasons": dict(finishes),
             "layers": list(self._config.spec.aux_layer_ids),
@@ -283,7 +286,7 @@ class PartWorker:
             calls = recorded_calls(given.recorded)
             same_calls = bool(calls) and calls_in(answer.content) == calls
             history = [*history, history_message(answer, given.recorded, same_calls)]
-            mask = [False] * len(prompt) + [True] * len(done.answer_ids)
+            mask = np.arange(len(prompt) + len(done.answer_ids)) >= len(prompt)  # [T]
             cut = done.finish_reason == "length"
             sample = self._sample(row, turn, history, request, done, mask, kwargs, cut)
             samples.append((sample, await self._stored(done, mask)))
@@ -319,11 +322,11 @@ class PartWorker:
         for number, r in enumerate(row["requests"]):
             request = Request(f"{row['id']}-{number}", list(r["prompt_ids"]), 1, {}, list(r["answer_ids"]))
             done = await self._complete(request)
-            mask = list(r["loss_mask"])
+            mask = np.array(r["loss_mask"], dtype=bool)  # [T]
             sample = self._sample(row, number, messages, request, done, mask, kwargs, bool(r["truncated"]))
             samples.append((sample, await self._stored(done, mask)))
 
-    async def _stored(self, done: Completion, mask: list[bool]) -> Stored:
+    async def _stored(self, done: Completion, mask: NDArray[np.bool_]) -> Stored:
         """What is kept of the states, in the codec; row by row, so that a part's end has little left to do."""
         if isinstance(done.states, PackedStates):  # encoded already
             return stored_states(done.states, mask, self._config.codec)
@@ -354,7 +357,7 @@ class PartWorker:
         messages: list[dict[str, Any]],
         request: Request,
         done: Completion,
-        mask: list[bool],
+        mask: NDArray[np.bool_],
         template_kwargs: dict[str, Any],
         truncated: bool,
     ) -> dict[str, Any]:

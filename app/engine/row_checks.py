@@ -37,7 +37,11 @@ def check_states(states: Captured, layer_ids: Sequence[int]) -> str | None:
     if count == 0:
         return "there are no positions"
     norms, zero_share = _norms_and_zeros(states)
-    medians = np.sort(norms, 0)[(count - 1) // 2].tolist()  # [K]
+    middle = (count - 1) // 2
+    median = np.partition(norms, middle, 0)[middle]  # [K]
+    if _plausible(norms, median, zero_share):
+        return None
+    medians = median.tolist()
     for k, layer in enumerate(layer_ids):
         fault = _layer_fault(_layer(states, k), norms[:, k], medians[k], zero_share[k])
         if fault is None and k > 0 and not 1 / GROWTH_BAND < medians[k] / medians[k - 1] < GROWTH_BAND:
@@ -45,6 +49,16 @@ def check_states(states: Captured, layer_ids: Sequence[int]) -> str | None:
         if fault is not None:
             return f"layer {layer}: {fault}"
     return None
+
+
+def _plausible(norms: NDArray[np.float32], median: NDArray[np.float32], zero_share: list[float]) -> bool:
+    """Whether no layer can have a fault, all of them at once: norms [N, K], medians [K]."""
+    low, high = norms.min(0), norms.max(0)  # [K]; NaN fails every comparison
+    if max(zero_share) >= ZERO_SHARE or not bool(((low > 0) & (low < high)).all()):
+        return False
+    growth = median[1:] / median[:-1]  # [K-1]
+    within = (high <= NORM_BAND * median) & (low * NORM_BAND >= median)  # [K]
+    return bool(within.all() and ((growth > 1 / GROWTH_BAND) & (growth < GROWTH_BAND)).all())
 
 
 def _norms_and_zeros(states: Captured) -> tuple[NDArray[np.float32], list[float]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app.codecs import States, decoded
 from app.packed import Captured, PackedStates
-from app.parts import teacher_positions
+from app.parts import as_mask, teacher_positions
 
 # Relative error of a position between two ways to compute it. bf16 in another batch: 0.02 at most. States of another
 # row, or of the position beside: 0.5 to 1.2 at all but the positions of a prompt they share.
@@ -37,7 +37,7 @@ def stored_differ(
     prompt = len(sample["prompt_ids"])
     if len(aux) != len(alone):
         return f"{len(aux)} states instead of {len(alone)}"
-    taught = teacher_positions(torch.tensor(sample["loss_mask"], dtype=torch.bool))  # [S]
+    taught = teacher_positions(as_mask(sample["loss_mask"]))  # [S]
     before, after = _spread(0, prompt - 1), _spread(prompt - 1, len(aux))
     looked, chosen = torch.cat([before, after]), _spread(0, len(taught))
     return states_differ(
