@@ -301,11 +301,10 @@ def test_states_of_other_layers_give_other_logits(
         """One row attends to itself alone: [T-1, Vd]."""
         aux = torch.cat([states[k][0] for k in layer_ids], -1)[:-1]  # [T-1, 3H]
         state = cast.fuse(aux)
-        normed = cast.norm_state(state)
-        qkv = cast.embed(ids[1:]) @ cast.qkv_embed.T + normed @ cast.qkv_state.T
+        qkv = cast.embed(ids[1:]) @ cast.qkv_embed.T + cast.state_qkv(state)
         value = cast.heads(qkv[:, cast.q_size + config.num_key_value_heads * config.head_dim :])
         attended = value.repeat_interleave(config.num_attention_heads // config.num_key_value_heads, 1)
-        return cast.head_input(cast.finish(attended, state, normed)) @ layer.lm_head.weight.T
+        return cast.head_input(cast.finish(attended, state)) @ layer.lm_head.weight.T
 
     named = tuple(json.loads((tiny_draft / "config.json").read_text())[IDS])
     assert torch.equal(logits(named), logits(config.aux_layer_ids))

@@ -17,7 +17,8 @@ from app.draft_config import DraftConfig
 from app.errors import UserError
 from app.rope import Rope
 from app.target import TargetHead
-from app.train.fusion import fused_on_gpu
+from app.train.fusion import fused_on_gpu, rms_norm
+from app.train.recompute import norm_linear, swiglu_linear
 
 # Standard deviation of an untrained draft's logits.
 START_SPREAD = 1.6
@@ -233,6 +234,9 @@ class CastDraft:
     def _norm(self, x: Tensor, norm: Norm) -> Tensor:
         return rms_norm(x, norm.weight, self.draft.config.rms_norm_eps)
 
+    def _norm_linear(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
+        return norm_linear(x, norm.weight, weight, self.draft.config.rms_norm_eps)
+
     def fuse(self, aux: Tensor) -> Tensor:
         """g = fc(aux): aux [N, 3*Ht] -> [N, H]."""
         draft = self.draft
@@ -262,12 +266,17 @@ class CastDraft:
         """[N, n * head_dim] -> [N, n, head_dim]."""
         return x.unflatten(-1, (-1, self.draft.config.head_dim))
 
-    def finish(self, attended: Tensor, state: Tensor, normed: Tensor) -> Tensor:
-        """o_proj, residual, MLP: attended [N, heads, head_dim], states [N, H] -> [N, H] before `norm`."""
-        residual = normed if self.draft.config.norm_before_residual else state  # [N, H]
+    def state_qkv(self, state: Tensor) -> Tensor:
+        """The state's share of q, k and v: [N, H] -> [N, q + 2 kv]."""
+        return self._norm_linear(state, self.draft.midlayer.hidden_norm, self.qkv_state)
+
+    def finish(self, attended: Tensor, state: Tensor) -> Tensor:
+        """o_proj, residual, MLP: attended [N, heads, head_dim], state [N, H] -> [N, H] before `norm`."""
+        layer = self.draft.midlayer
+        residual = self.norm_state(state) if self.draft.config.norm_before_residual else state  # [N, H]
         x = residual + F.linear(attended.flatten(1), self.o_proj)  # [N, H]
-        y = self._norm(x, self.draft.midlayer.post_attention_layernorm)  # [N, H]
-        return x + F.linear(swiglu(F.linear(y, self.gate_up)), self.down)  # [N, H]
+        gate_up = self._norm_linear(x, layer.post_attention_layernorm, self.gate_up)  # [N, 2 I]
+        return x + swiglu_linear(gate_up, self.down)  # [N, H]
 
     def head_input(self, hidden: Tensor) -> Tensor:
         """norm(hidden), what lm_head reads: [N, H] -> [N, H]."""
@@ -276,20 +285,6 @@ class CastDraft:
     def next_state(self, hidden: Tensor, head_input: Tensor) -> Tensor:
         """What the next unroll step takes as state [N, H]."""
         return head_input if self.draft.config.norm_output else hidden
-
-
-@fused_on_gpu
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of [N, H] in at least fp32 with gain [H]; the result has the dtype of x."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype)
-
-
-@fused_on_gpu
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [N, 2 I] -> [N, I]."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
 
 
 @fused_on_gpu

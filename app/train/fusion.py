@@ -7,6 +7,8 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,3 +32,17 @@ def fused_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
         return compiled(*args, **kwargs)
 
     return call
+
+
+@fused_on_gpu
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of [N, H] in at least fp32 with gain [H]; the result has the dtype of x."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(x.dtype)
+
+
+@fused_on_gpu
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [N, 2 I] -> [N, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up

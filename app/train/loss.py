@@ -189,8 +189,7 @@ def unroll(draft: CastDraft, pack: Pack) -> list[Tensor]:
         rotary = draft.rotary(pack.positions[rows] + k)
         if k:
             state = take(state, pack.carry[k])  # [N_k, H]
-            normed = draft.norm_state(state)  # [N_k, H]
-            qkv = take(embed_qkv, pack.ahead[k]) + F.linear(normed, draft.qkv_state)  # [N_k, q + 2 kv]
+            qkv = take(embed_qkv, pack.ahead[k]) + draft.state_qkv(state)  # [N_k, q + 2 kv]
             kv_size = (qkv.shape[1] - q_size) // 2
             query, key, value = qkv.split([q_size, kv_size, kv_size], -1)
             key = rotate(draft.heads(key), *rotary).unsqueeze(0)  # [1, N_k, kv_heads, head_dim]
@@ -201,7 +200,7 @@ def unroll(draft: CastDraft, pack: Pack) -> list[Tensor]:
             own_keys, own_values = key, value  # [k, N_k, kv_heads, head_dim]
         q = rotate(draft.heads(query), *rotary)  # [N_k, heads, head_dim]
         attended = attend(q, keys, values, own_keys, own_values, pack, k)  # [N_k, heads, head_dim]
-        hidden = draft.finish(attended, state, normed)  # [N_k, H]
+        hidden = draft.finish(attended, state)  # [N_k, H]
         outputs.append(draft.head_input(hidden))  # [N_k, H]
         state = draft.next_state(hidden, outputs[-1])  # [N_k, H]
     return outputs
