@@ -318,6 +318,11 @@ class TrainConfig(Section):
         "renormalise",
         description="teacher mass outside the draft vocabulary: spread, or drop rows whose top is outside",
     )
+    shard: bool = Field(
+        False,
+        description="weights, gradients and moments spread over the workers (FSDP2), not whole on each: for drafts that"
+        " are large for a GPU",
+    )
     tokens_per_step: int = Field(8192, gt=0, description="tokens per optimiser step over all workers")
     validation_share: float = Field(0.05, ge=0, lt=1, description="share of conversations held out for validation")
     validate_every_epochs: float = Field(1.0, gt=0)

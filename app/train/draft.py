@@ -7,7 +7,9 @@ the layer's maths in the compute dtype. The maths is vLLM's `LlamaDecoderLayer` 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from app.target import TargetHead
 from app.train.fusion import fused_on_gpu, rms_norm
 from app.train.recompute import norm_linear, swiglu_linear
 
+T = TypeVar("T")
 # Standard deviation of an untrained draft's logits.
 START_SPREAD = 1.6
 
@@ -96,6 +99,10 @@ class Eagle3Draft(nn.Module):
         inv_freq, self.rope_scale = inverse_frequencies(config)
         self.register_buffer("inv_freq", inv_freq, persistent=False)  # [head_dim/2] fp32
         self.inv_freq: Tensor
+
+    def forward(self, function: Callable[[], T]) -> T:
+        """`function`, which reads the parameters: sharded ones are whole inside (app/train/sharding.py)."""
+        return function()
 
     @property
     def kept_ids(self) -> Tensor:

@@ -26,6 +26,7 @@ from app.errors import UserError
 from app.target import TargetHead
 from app.train.data import SampleSource
 from app.train.draft import Eagle3Draft
+from app.train.sharding import local
 
 log = logging.getLogger("draftmill")
 
@@ -82,7 +83,7 @@ class Watch:
 
     def __init__(self, draft: Eagle3Draft, start_step: int, total_steps: int, leads: bool) -> None:
         self.draft, self.start_step, self.total_steps, self.leads = draft, start_step, total_steps, leads
-        self.norms = {n: p.detach().clone() for n, p in draft.named_parameters() if p.dim() == 1}
+        self.norms = {n: local(p.detach()).clone() for n, p in draft.named_parameters() if p.dim() == 1}
         self.warned: set[str] = set()
         self.level_due: float | None = max(NORM_CHECK_STEPS, RANDOM_SHARE * total_steps)
 
@@ -91,7 +92,7 @@ class Watch:
         done = step - self.start_step
         if done != NORM_CHECK_STEPS and not (ends and done > NORM_CHECK_STEPS):
             return
-        still = [n for n, p in self.draft.named_parameters() if n in self.norms and p.equal(self.norms[n])]
+        still = [n for n, p in self.draft.named_parameters() if n in self.norms and local(p).equal(self.norms[n])]
         if still:
             said = f"{', '.join(still)} did not change in {done} steps: updates too small for the type"
             self._warn("norms", f"{said}, no gradient, or a train.learning_rate of next to nothing")

@@ -28,6 +28,7 @@ from app.errors import UserError
 from app.runfolder import sealed, unsealed
 from app.storage import Store, file_sha256
 from app.train.draft import Eagle3Draft
+from app.train.sharding import full, like
 
 log = logging.getLogger("draftmill")
 
@@ -124,7 +125,7 @@ def load_draft_state(config: DraftConfig, weights: dict[str, Tensor], embed_toke
 def optimizer_tensors(draft: Eagle3Draft, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state as named tensors `<parameter>/<key>`; keys exp_avg, exp_avg_sq, step."""
     return {
-        f"{name}/{key}": value.detach().clone()
+        f"{name}/{key}": full(value.detach()).clone()
         for name, p in draft.named_parameters()
         for key, value in optimizer.state[p].items()
     }
@@ -135,9 +136,10 @@ def restore_optimizer(draft: Eagle3Draft, optimizer: torch.optim.Optimizer, tens
     for name, p in draft.named_parameters():
         if f"{name}/step" not in tensors:  # every step so far was skipped
             continue
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            value = tensors[f"{name}/{key}"]
-            optimizer.state[p][key] = value if key == "step" and not p.is_cuda else value.to(p.device)
+        for key in ("exp_avg", "exp_avg_sq"):
+            optimizer.state[p][key] = like(tensors[f"{name}/{key}"], p)
+        step = tensors[f"{name}/step"]
+        optimizer.state[p]["step"] = step.to(p.device) if p.is_cuda else step
 
 
 class Metrics:

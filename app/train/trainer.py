@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from app.config import TrainConfig
 from app.storage import Store
 from app.target import TargetHead
+from app.train import sharding
 from app.train.alignment import pack
 from app.train.data import LoadedStep, SampleSource, StepLoader, StepPlan, cut, on_device
 from app.train.draft import Eagle3Draft
@@ -34,6 +36,7 @@ from app.train.progress import Waits, Window
 from app.train.ranks import Ranks
 from app.train.state import (
     Metrics,
+    SavedState,
     StopRequest,
     has_best,
     load_latest,
@@ -48,7 +51,7 @@ log = logging.getLogger("draftmill")
 
 # Settings that change how a run is carried out, never what it computes.
 EXECUTION_KEYS = (
-    "workers", "use_gpu", "cpus_per_worker", "checkpoint_every_s", "keep_checkpoints", "max_bad_steps",
+    "workers", "shard", "use_gpu", "cpus_per_worker", "checkpoint_every_s", "keep_checkpoints", "max_bad_steps",
     "min_teacher_agreement", "trackers",
 )  # fmt: skip
 TOKENS_PER_PASS = {"cpu": 4096, "cuda": 8192}
@@ -82,6 +85,12 @@ class Trainer:
         self.draft = job.draft.to(job.device)
         self.draft.check_loaded()
         self.ranks.same_start(self.draft.parameters())
+        self.fingerprint = self._fingerprint(self.draft)
+        saved = load_latest(job.store, self.fingerprint)
+        if saved is not None:
+            self.draft.load_exported(saved.weights)
+        if c.shard and self.ranks.active:
+            sharding.shard(self.draft, job.device)
         self.dtype = usable_dtype(c.compute_dtype, job.device)
         self.loss = UnrolledLoss(self.draft, job.head, c.unroll_steps, c.step_decay, self.dtype, Objective.of(c))
         max_tokens = self.draft.config.max_position_embeddings
@@ -95,14 +104,14 @@ class Trainer:
             {"params": norms, "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=c.betas, fused=True)
-        self.fingerprint = self._fingerprint()
         self.step, self.seconds, self.waited, self.last_loss = 0, 0.0, 0.0, math.nan
         self.stopped = False
         self.validations: list[dict[str, Any]] = []
         self.train_losses: list[float] = []  # of the lines since the last validation
         self.checked: dict[str, Any] = {}
         self.bad_steps = BadSteps(c.max_bad_steps)
-        self._resume()
+        if saved is not None:
+            self._resume(saved)
         self.start_step = self.step
         self.trackers: Sequence[Tracker] = ()
         self.watch = Watch(self.draft, self.start_step, self.total_steps, self.ranks.leads)
@@ -215,14 +224,14 @@ class Trainer:
         control = torch.cat([own, own.new_tensor([float(save_due), float(stop)])]).to(device)  # [K+2]
         *counts, save, stop_all = ranks.sum(control).tolist()
         stats: StepStats | None = None
-        for p, keep in zip(packs, keeps, strict=True):
-            loss, part = self.loss(p, torch.tensor(counts, dtype=torch.float64), keep)
-            if loss.requires_grad:
-                loss.backward()
+        total = torch.tensor(counts, dtype=torch.float64)
+        jobs = [partial(self.loss, p, total, keep) for p, keep in zip(packs, keeps, strict=True)]
+        for part in sharding.passes(self.draft, jobs):
             stats = part if stats is None else stats + part
         assert stats is not None
-        ranks.sum_gradients(self.draft.parameters())
-        norm = float(torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.config.grad_clip))
+        if not sharding.is_sharded(self.draft):
+            ranks.sum_gradients(self.draft.parameters())
+        norm = float(sharding.full(torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.config.grad_clip)))
         finite = math.isfinite(norm) and bool(torch.isfinite(stats.loss).all())
         if float(ranks.sum(torch.tensor(float(not finite), device=device))):
             self._skip(loaded, norm)
@@ -273,12 +282,14 @@ class Trainer:
             "seconds": self.seconds,
         }
 
-    @torch.no_grad()
     def _validate(self, metrics: Metrics | None) -> None:
         """Walk the validation answers, each rank its share; keep the weights if they are the best so far."""
-        source, k = self.job.valid, self.job.num_draft_tokens
-        if source is None or not len(source):
-            return
+        if self.job.valid is not None and len(self.job.valid):
+            with torch.no_grad(), sharding.whole(self.draft):
+                self._walk(self.job.valid, metrics)
+
+    def _walk(self, source: SampleSource, metrics: Metrics | None) -> None:
+        k = self.job.num_draft_tokens
         propose = GreedyDraft(self.draft, self.dtype)
         mine = (cut(source[i], self.plan.max_tokens) for i in range(self.ranks.rank, len(source), self.ranks.world))
         tallies: list[Tally] = []
@@ -320,10 +331,12 @@ class Trainer:
 
     def _save(self, metrics: Metrics | None) -> None:
         random_states = self.ranks.gather(torch.get_rng_state())
+        if metrics is None and not sharding.is_sharded(self.draft):
+            return
+        optimizer, weights = optimizer_tensors(self.draft, self.optimizer), self._weights()
         if metrics is None:
             return
         metrics.flush()
-        optimizer = optimizer_tensors(self.draft, self.optimizer)
         optimizer |= {f"rng/{rank}": state for rank, state in enumerate(random_states)}
         meta = {
             "fingerprint": self.fingerprint,
@@ -343,14 +356,10 @@ class Trainer:
         }
         for tracker in self.trackers:
             tracker.flush()
-        save_state(self.job.store, self.step, self._weights(), optimizer, meta, self.config.keep_checkpoints)
+        save_state(self.job.store, self.step, weights, optimizer, meta, self.config.keep_checkpoints)
 
-    def _resume(self) -> None:
-        """Take up the newest checkpoint of this very run, if there is one."""
-        saved = load_latest(self.job.store, self.fingerprint)
-        if saved is None:
-            return
-        self.draft.load_exported(saved.weights)
+    def _resume(self, saved: SavedState) -> None:
+        """Take up a checkpoint of this very run, whose weights are loaded."""
         restore_optimizer(self.draft, self.optimizer, saved.optimizer)
         meta = saved.meta
         self.step, self.seconds, self.waited, self.last_loss = (meta[k] for k in ("step", "seconds", "waited", "loss"))
@@ -366,7 +375,7 @@ class Trainer:
             )  # fmt: skip
 
     def _weights(self) -> dict[str, Tensor]:
-        state = self.draft.export_state_dict()
+        state = {name: sharding.full(tensor) for name, tensor in self.draft.export_state_dict().items()}
         del state["embed_tokens.weight"]  # the target's own, read again from there
         return state
 
@@ -374,14 +383,14 @@ class Trainer:
         every = self.config.validate_every_epochs * self.plan.steps_per_epoch
         return {round(i * every) for i in range(1, int(self.total_steps / every) + 1)} - {0} | {self.total_steps}
 
-    def _fingerprint(self) -> str:
+    def _fingerprint(self, draft: Eagle3Draft) -> str:
         """Digest of all that decides what the steps compute: settings, data lengths, draft, vocabulary."""
         lengths = [(i.sample_id, i.num_tokens, i.num_supervised) for i in self.job.train.infos]
         parts = [
             self.config.model_dump(mode="json", exclude=set(EXECUTION_KEYS)),
-            self.draft.config.model_dump(mode="json"),
+            draft.config.model_dump(mode="json"),
             lengths,
-            hashlib.sha256(self.draft.kept_ids.cpu().numpy().tobytes()).hexdigest(),
+            hashlib.sha256(draft.kept_ids.cpu().numpy().tobytes()).hexdigest(),
             self.job.initial_digest,
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
