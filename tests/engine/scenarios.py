@@ -449,7 +449,6 @@ SCENARIOS: dict[str, Callable[[str], dict[str, Any]]] = {
     "smol_bf16": smol_bf16,
     "plain": plain,
     "other_worker": lambda model: other_process(model, engine_args={"distributed_executor_backend": "mp"}),
-    "other_process": lambda model: other_process(model, engine_process=True),
     "other_extract": lambda model: other_process(model, "extract", engine_process=True),
     "mla": mla,
     "family_float32": lambda model: family(model, "float32"),

@@ -134,7 +134,7 @@ def test_the_self_check_names_planted_faults(run: Run, tiny: Path) -> None:
         assert "capture.mode=extract" in said[fault]
 
 
-@pytest.mark.parametrize("form", ["other_worker", "other_process", "other_extract"])
+@pytest.mark.parametrize("form", ["other_worker", "other_extract"])
 def test_an_engine_in_another_process_gives_the_same_states(form: str, run: Run, tiny: Path) -> None:
     got = run(form, tiny)
     assert got["children"] > 0
