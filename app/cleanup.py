@@ -16,8 +16,8 @@ from pathlib import Path
 
 from app.engine.warden import end_left, has_ended, owner_tag, pid_of, processes_left, state_folders
 from app.errors import UserError
+from app.nodes import SHARED
 
-_SHARED = "/dev/shm"
 _PATIENCE_S = 10.0  # a killed process that holds much memory takes a while to end
 
 
@@ -125,7 +125,7 @@ def _shared_files(pid: int) -> set[str]:
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 paths.add(os.readlink(entry))
-    return {p for p in paths if p.startswith(f"{_SHARED}/") and "/draftmill-states-" not in p and os.path.isfile(p)}
+    return {p for p in paths if p.startswith(f"{SHARED}/") and "/draftmill-states-" not in p and os.path.isfile(p)}
 
 
 def _size(path: Path) -> int:

@@ -39,6 +39,7 @@ log = logging.getLogger("draftmill")
 FOLDER = "curve"
 FRACTIONS = ("1/8", "1/4", "1/2", "1")
 _POINT = "point.json"
+_TRAIN = next(stage for stage in STAGES if stage.name == "train")
 _BATCH_TOKENS = 8192
 _BOOTSTRAP = 1000
 _EXPONENTS = np.linspace(0.05, 2.0, 79)
@@ -114,16 +115,14 @@ def curve_of_run(config: Config, fractions: Sequence[str]) -> list[str]:
         UserError: a fraction is none, or as `run`.
     """
     shares = parse_fractions(fractions)
-    names = [s.name for s in STAGES]
-    train = STAGES[names.index("train")]
     stage = Stage(
         FOLDER,
         lambda ctx: run(ctx, shares),
         inputs=("generate", "vocab"),
-        config_keys=(*train.config_keys, "evaluate.num_draft_tokens", "evaluate.bootstrap"),
-        execution_keys=train.execution_keys,
+        config_keys=(*_TRAIN.config_keys, "evaluate.num_draft_tokens", "evaluate.bootstrap"),
+        execution_keys=_TRAIN.execution_keys,
         outside=lambda ctx: {"fractions": digest_of([str(s) for s in shares])},
-        check=train.check,
+        check=_TRAIN.check,
     )
     run_pipeline(config, [stage])
     found = Store(config.run_dir, config.storage.options).read_json(f"{FOLDER}/curve.json")
@@ -169,20 +168,18 @@ def _trained_point(ctx: StageContext, share: Fraction) -> Point:
     """The point of a share: as it was measured, from the run's own training, or trained now."""
     folder = f"{FOLDER}/{share.numerator}-{share.denominator}"
     store, e = ctx.run.store, ctx.config.evaluate
-    names = [s.name for s in STAGES]
-    train = STAGES[names.index("train")]
     made_from = digest_of(
         [
             *(ctx.input(name).digest for name in ("generate", "vocab")),
-            {**(train.outside(ctx) if train.outside else {})},
-            ctx.config.train.model_dump(mode="json", exclude={k.split(".")[1] for k in train.execution_keys}),
+            _TRAIN.outside(ctx) if _TRAIN.outside else {},
+            ctx.config.train.model_dump(mode="json", exclude={k.split(".")[1] for k in _TRAIN.execution_keys}),
             [e.holdout, e.holdout_seed, e.num_draft_tokens, e.bootstrap],
         ]
     )
     known = store.read_json(f"{folder}/{_POINT}")
     if isinstance(known, dict) and known.get("made_from") == made_from:
         return _point(known["point"])
-    if share == 1 and stage_state(train, ctx).state == "done":
+    if share == 1 and stage_state(_TRAIN, ctx).state == "done":
         manifest = ctx.input("train")
         where, shape, summary = WHOLE, DraftConfig(**manifest.extra["draft_config"]), manifest.counts
     else:

@@ -17,6 +17,7 @@ from app.errors import first_line
 
 log = logging.getLogger("draftmill")
 SHARED = "/dev/shm"
+SHARED_LEAST = 8 * 2**30  # bytes free in it below which an engine's states go through the temporary folder
 _ANSWER_S = 60.0  # a node that has not answered by then is not checked
 
 
@@ -46,9 +47,9 @@ class Room:
 
 def look_at(host: str, ray_temp: str, run_dir: str | None) -> Room:
     """What this machine has, as seen from this process."""
-    run = None if run_dir is None else _space(run_dir)
+    run = None if run_dir is None else space_of(run_dir)
     there = run_dir is None or os.path.isdir(run_dir)
-    return Room(host, _space(SHARED), memory_of_host(), ray_temp, _space(ray_temp), run, there)
+    return Room(host, space_of(SHARED), memory_of_host(), ray_temp, space_of(ray_temp), run, there)
 
 
 def look_at_cluster(run_dir: str | None) -> list[Room]:
@@ -116,7 +117,7 @@ def memory_of_host() -> Space:
     return Space(max(0, free), total)
 
 
-def _space(path: str) -> Space:
+def space_of(path: str) -> Space:
     """The file system that holds `path`, or will."""
     folder = Path(path)
     while not folder.exists() and folder != folder.parent:

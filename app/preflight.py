@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from app.config import Config
 from app.errors import UserError
-from app.nodes import SHARED, Room, Space
+from app.nodes import SHARED, SHARED_LEAST, Room, Space
 from app.plan.cost import Shape, naive_bytes
 from app.plan.text import size_text
 from app.sizing import Engines
 
-_EXPORTS_LEAST = 8 * 2**30  # bytes free in shared memory below which an engine's states go through the temporary folder
 _FULL_DISK = 0.95  # of Ray's disk in use: beyond it Ray makes no objects any more (local_fs_capacity_threshold)
 _LINES = 8  # nodes that get a line of their own
 _QUEUES = (160 * 2**20, 240 * 2**20)  # shared memory that vLLM reserves for its queues: an engine, and each process
@@ -130,7 +129,7 @@ def _refuse(rooms: list[Room], demand: Demand, engines: int, run_dir: str) -> No
 
 def _exports(room: Room) -> tuple[str, Space]:
     """Where states of an engine in other processes go, as app/engine/vllm_engine.py chooses it."""
-    if room.shared.free > _EXPORTS_LEAST:
+    if room.shared.free > SHARED_LEAST:
         return SHARED, room.shared
     return "the temporary folder", room.temp
 
@@ -144,7 +143,7 @@ def _shared_memory(room: Room, demand: Demand, engines: int) -> Iterator[str]:
             f" and {size_text(room.shared.free)} of {size_text(room.shared.total)} are free"
         )
         if room.shared.free < need:
-            slow = "" if room.shared.free > _EXPORTS_LEAST else ", so the states go over the disk, which is slower"
+            slow = "" if room.shared.free > SHARED_LEAST else ", so the states go over the disk, which is slower"
             yield f"{words}{slow}; {_larger(need)}"
     if room.object_store > room.shared.total:
         yield (

@@ -54,15 +54,16 @@ class _Slot:
         self.address, self.capacity = self.rows.data_ptr(), capacity
         self.present = bytearray(capacity)  # 1 where the position has arrived
 
-    def reach(self, end: int) -> None:
-        """Make room for positions up to `end`."""
+    def reach(self, end: int, row: int) -> None:
+        """Make room for positions up to `end`, of `row` bytes each."""
         if self.shared is not None:
             if end > self.capacity:
                 raise MissingStates(f"position {end - 1} of a request that was to have {self.capacity}")
-            self.shared.reserve(end * self.rows[0].nbytes)
+            self.shared.reserve(end * row)
         elif end > self.capacity:
             more = max(end - self.capacity, _GROWTH)
-            self.rows = torch.cat([self.rows, self.rows.new_empty((more, *self.rows.shape[1:]))])
+            with torch.inference_mode(False):
+                self.rows = torch.cat([self.rows, self.rows.new_empty((more, *self.rows.shape[1:]))])
             self.address, self.capacity = self.rows.data_ptr(), self.capacity + more
             self.present.extend(bytes(more))
 
@@ -132,8 +133,7 @@ class CaptureStore:
         for p, slot in found:
             size = p.count * row
             copy = _copy if size < _LARGE else _copy_aside
-            with torch.inference_mode(False):
-                slot.reach(p.start + p.count)
+            slot.reach(p.start + p.count, row)
             copy(slot.address + p.start * row, base + p.first * row, size)
             slot.present[p.start : p.start + p.count] = b"\1" * p.count
 

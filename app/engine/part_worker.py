@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,13 +31,14 @@ from app.engine.row_checks import check_states
 from app.engine.spot_check import in_checking_order, stored_differ
 from app.errors import RowError, UserError
 from app.masks import check_prompt_length
-from app.packed import PackedStates
+from app.packed import Captured, PackedStates
 from app.parts import PartEntry, commit_part, read_ingest_part, stored_states
 from app.record import engine_version
 from app.sources.shapes import WITHHELD
 from app.storage import Store
 from app.target import Renderer, TargetInfo, load_tokenizer
 
+T = TypeVar("T")
 Stored = tuple[States, States]  # of a sample: auxiliary rows [T-1, 3H], the teacher's [S, H]
 Samples = list[tuple[dict[str, Any], Stored]]  # SAMPLE_SCHEMA row, what is kept of its states
 QUOTING = ("bad_request", "tokens_unknown")  # their details are a server's or a template's words, the row's perhaps
@@ -328,9 +329,7 @@ class PartWorker:
 
     async def _stored(self, done: Completion, mask: NDArray[np.bool_]) -> Stored:
         """What is kept of the states, in the codec; row by row, so that a part's end has little left to do."""
-        if isinstance(done.states, PackedStates):  # encoded already
-            return stored_states(done.states, mask, self._config.codec)
-        return await asyncio.to_thread(stored_states, done.states, mask, self._config.codec)
+        return await _aside(stored_states, done.states, mask, self._config.codec)
 
     async def _complete(self, request: Request) -> Completion:
         try:
@@ -342,10 +341,7 @@ class PartWorker:
         if len(done.states) != expected:
             raise RowError("bad_states", f"{len(done.states)} states for {expected + 1} tokens")
         layers = (*self._config.spec.aux_layer_ids, self._config.spec.num_layers)
-        if isinstance(done.states, PackedStates):  # the arithmetic is done
-            fault = check_states(done.states, layers)
-        else:
-            fault = await asyncio.to_thread(check_states, done.states, layers)  # a wave of rows often ends at once
+        fault = await _aside(check_states, done.states, layers)
         if fault is not None:
             raise RowError("bad_states", fault)
         return done
@@ -379,6 +375,14 @@ class PartWorker:
             "finish_reason": done.finish_reason,
             "truncated": truncated,
         }
+
+
+async def _aside(function: Callable[..., T], states: Captured, *others: Any) -> T:
+    """function(states, ...) in a thread, since a wave of rows often ends at once; of packed states at once, whose
+    arithmetic is done."""
+    if isinstance(states, PackedStates):
+        return function(states, *others)
+    return await asyncio.to_thread(function, states, *others)
 
 
 def _settled(answered: Answered) -> asyncio.Future[Answered]:

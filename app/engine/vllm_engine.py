@@ -27,6 +27,7 @@ from app.engine.handover import drop, receive
 from app.engine.vllm_args import check_engine_args, engine_args, first_line, vllm_request
 from app.engine.warden import STATES_FOLDER, owner_tag
 from app.errors import RowError, UserError
+from app.nodes import SHARED, SHARED_LEAST
 from app.packed import PackedStates, Packing
 
 URGENT = 8  # requests beyond max_num_seqs that vLLM takes, so that urgent ones find a place
@@ -290,7 +291,8 @@ class VllmEngine:
     def _abort(self, key: str) -> None:
         if self._leave(key) is not None:
             self._engine.abort_request([key])
-            self._unwanted.append(key)
+            if self._exports is not None:
+                self._unwanted.append(key)
         else:
             self._waiting = deque(job for job in self._waiting if job.key != key)
 
@@ -412,7 +414,5 @@ def _set_exception(future: Future[Any], error: BaseException) -> None:
 
 def _export_root() -> str:
     """Shared memory where it is large enough for states under way, else the temporary folder."""
-    shared = "/dev/shm"
-    if os.path.isdir(shared) and shutil.disk_usage(shared).free > 8 * 2**30:
-        return shared
-    return tempfile.gettempdir()
+    roomy = os.path.isdir(SHARED) and shutil.disk_usage(SHARED).free > SHARED_LEAST
+    return SHARED if roomy else tempfile.gettempdir()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from app.config import Config
 from app.errors import UserError
+from app.nodes import space_of
 from app.plan.cost import Shape, train_operations
 from app.storage import Store
 
@@ -134,10 +133,7 @@ def free_bytes(store: Store) -> int | None:
     """Free bytes where a local run folder is or will be; None for other stores."""
     if not store.is_local:
         return None
-    folder = Path(store.root)
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return space_of(store.root).free
 
 
 def _this_machine(config: Config) -> Hardware:
