@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -89,13 +90,15 @@ def _plain(tensors: list[Tensor], dtype: torch.dtype | None) -> _Piece:
     return _Piece(_NAMES[dtype or first.dtype], shape, [t for t in tensors if t.numel()])
 
 
-def _bytes_of(tensor: Tensor, room: Tensor) -> Any:
-    """The bytes of `tensor`; where its rows lie apart they are gathered in `room`, uint8 and large enough: memory fresh
-    from the system would cost more than the copying."""
-    if tensor.is_contiguous():
-        return tensor.view(torch.uint8).numpy().reshape(-1)
-    gathered = room[: tensor.nbytes]
-    gathered.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+def _bytes_of(data: Any, room: Tensor) -> Any:
+    """`data` if it is bytes, else the tensor's; where its rows lie apart they are gathered in `room`, uint8 and large
+    enough: memory fresh from the system would cost more than the copying."""
+    if not isinstance(data, Tensor):
+        return data
+    if data.is_contiguous():
+        return data.view(torch.uint8).numpy().reshape(-1)
+    gathered = room[: data.nbytes]
+    gathered.view(data.dtype).view(data.shape).copy_(data)
     return gathered.numpy()
 
 
@@ -129,11 +132,21 @@ def _write(file: BinaryIO, pieces: dict[str, _Piece], metadata: dict[str, str]) 
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGN)
     file.write(len(text).to_bytes(8, "little") + text)
-    tensors = [data for name in order for data in pieces[name].data if isinstance(data, Tensor)]
-    room = torch.empty(max((t.nbytes for t in tensors if not t.is_contiguous()), default=0), dtype=torch.uint8)
-    for name in order:
-        for data in pieces[name].data:
-            file.write(_bytes_of(data, room) if isinstance(data, Tensor) else data)
+    _write_pieces(file, [data for name in order for data in pieces[name].data])
+
+
+def _write_pieces(file: BinaryIO, pieces: list[Any]) -> None:
+    """Write bytes and tensors; one is gathered while that before it is written."""
+    largest = max((p.nbytes for p in pieces if isinstance(p, Tensor) and not p.is_contiguous()), default=0)
+    rooms = [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
+    with ThreadPoolExecutor(1) as beside:
+        coming: Future[Any] | None = None
+        for number, piece in enumerate(pieces):
+            before, coming = coming, beside.submit(_bytes_of, piece, rooms[number % 2])
+            if before is not None:
+                file.write(before.result())
+        if coming is not None:
+            file.write(coming.result())
 
 
 class StatesFile:

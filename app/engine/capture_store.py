@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 import time
@@ -13,15 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.engine.handover import SharedRows, publish_fault
+from app.engine.handover import SharedPool, SharedRows, publish_fault
 from app.engine.host_memory import host_memory
+from app.engine.scatter import scatter
 from app.packed import Packing
 
-_LARGE = 2**18  # bytes: a copy that takes longer than to let another thread run
-_copy = ctypes.PyDLL(None).memmove  # keeps the interpreter's lock
-_copy_aside = ctypes.CDLL(None).memmove
-for _function in (_copy, _copy_aside):
-    _function.argtypes, _function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
 _GROWTH = 1024  # rows added when a request outgrows the capacity it was opened with
 
 
@@ -43,14 +38,17 @@ class Piece:
 class _Slot:
     """The rows of one request: position p lies at row p, whatever order and however often it arrives."""
 
-    def __init__(self, capacity: int, shape: tuple[int, ...], dtype: torch.dtype, folder: str | None = None) -> None:
+    def __init__(
+        self, capacity: int, shape: tuple[int, ...], dtype: torch.dtype, pool: SharedPool | None = None
+    ) -> None:
         # Pages of the part no position reaches are not touched: a generous capacity costs little memory.
         self.shared: SharedRows | None = None
-        if folder is None:
+        if pool is None:
             self.rows = host_memory.empty((capacity, *shape), dtype)  # [capacity, K, H] or [capacity, bytes]
         else:
-            self.shared = SharedRows(folder, capacity * math.prod(shape) * dtype.itemsize)
-            self.rows = torch.from_numpy(self.shared.memory).view(dtype).view(capacity, *shape)
+            size = capacity * math.prod(shape) * dtype.itemsize
+            self.shared = pool.take(size)
+            self.rows = torch.from_numpy(self.shared.memory[:size]).view(dtype).view(capacity, *shape)
         self.address, self.capacity = self.rows.data_ptr(), capacity
         self.present = bytearray(capacity)  # 1 where the position has arrived
 
@@ -87,7 +85,7 @@ class CaptureStore:
 
     def __init__(self, late_rows: bool = True) -> None:
         self._late_rows = late_rows
-        self.folder: str | None = None  # where rows are handed over to another process when their request ends
+        self._pool: SharedPool | None = None  # of rows that are handed over to another process when their request ends
         self._slots: dict[str, _Slot] = {}
         self._taken: set[str] = set()
         self._held: dict[str, bool] = {}  # to be taken; whether the engine has reported their end already
@@ -97,6 +95,15 @@ class CaptureStore:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def folder(self) -> str | None:
+        """Where rows are handed over to another process; None: they are taken in this one."""
+        return None if self._pool is None else self._pool.folder
+
+    def hand_over_in(self, folder: str | None) -> None:
+        """Name the rows of requests that end in `folder` from now on, for another process."""
+        self._pool = None if folder is None else SharedPool(folder)
 
     def announce(self) -> None:
         """A copy is on its way; `settle` follows when its rows are written."""
@@ -120,9 +127,8 @@ class CaptureStore:
     def write_batch(self, rows: Tensor, pieces: Sequence[Piece]) -> None:
         """Store the rows of a step's batch, [tokens, K, H] (CPU), that `pieces` describe.
 
-        One call for all of them, and plain copies of memory: at hundreds of requests a step the lock, tensors made for
-        each and each turn of the interpreter's lock, which the engine's thread needs as well, would cost more than
-        the copying.
+        One call for all of them: at hundreds of requests a step the lock, tensors made for each and each turn of the
+        interpreter's lock, which the engine's thread needs as well, would cost more than the copying.
         """
         with self._changed:
             found = [(p, self._slot(p, rows)) for p in pieces if p.key not in self._taken]
@@ -131,10 +137,9 @@ class CaptureStore:
         rows = rows.contiguous()
         base, row = rows.data_ptr(), rows[0].nbytes
         for p, slot in found:
-            size = p.count * row
-            copy = _copy if size < _LARGE else _copy_aside
             slot.reach(p.start + p.count, row)
-            copy(slot.address + p.start * row, base + p.first * row, size)
+        scatter([(s.address + p.start * row, base + p.first * row, p.count * row) for p, s in found])
+        for p, slot in found:
             slot.present[p.start : p.start + p.count] = b"\1" * p.count
 
     def _slot(self, piece: Piece, rows: Tensor) -> _Slot:
@@ -143,7 +148,7 @@ class CaptureStore:
             # Ordinary tensors even inside inference mode: whoever takes them may train on them.
             with torch.inference_mode(False):
                 capacity = max(piece.capacity, piece.start + piece.count)
-                slot = _Slot(capacity, tuple(rows.shape[1:]), rows.dtype, self.folder)
+                slot = _Slot(capacity, tuple(rows.shape[1:]), rows.dtype, self._pool)
             self._slots[piece.key] = slot
         return slot
 
@@ -193,20 +198,20 @@ class CaptureStore:
                 return
             slot = self._slots.pop(key, None)
             self._taken.discard(key)
-        if slot is not None and self.folder is not None:
-            self._publish(key, slot, self.folder)
+        if slot is not None and self._pool is not None:
+            self._publish(key, slot, self._pool)
 
-    def _publish(self, key: str, slot: _Slot, folder: str) -> None:
+    def _publish(self, key: str, slot: _Slot, pool: SharedPool) -> None:
         """Name the rows of a request that has ended, aborted ones too: only the engine knows which nobody waits for."""
         assert slot.shared is not None
         count = slot.present.rfind(1) + 1
         missing = slot.missing(count)
         if self._fault is None and missing is None:
-            slot.shared.publish(folder, key, count * slot.rows[0].nbytes)
+            pool.publish(slot.shared, key, count * slot.rows[0].nbytes)
             return
-        slot.shared.discard()
+        pool.discard(slot.shared)
         publish_fault(
-            folder,
+            pool.folder,
             key,
             f"copying hidden states failed: {self._fault}"
             if self._fault
@@ -255,7 +260,7 @@ class StoreAccess:
     def start_capture(self, folder: str | None = None) -> None:
         """The engine is up: keep states from now on, and name them in `folder` for an engine in another process."""
         _stores.started = True
-        _stores.states.folder = folder
+        _stores.states.hand_over_in(folder)
 
     def capture_stores(self) -> WorkerStores:
         """The stores themselves, for an engine in the same process."""

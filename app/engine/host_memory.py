@@ -38,14 +38,14 @@ class HostMemory:
         size = math.prod(shape) * dtype.itemsize
         if size < _SMALL:
             return torch.empty(shape, dtype=dtype)
-        block_size = _block_size(size)
+        whole = block_size(size)
         with self._lock:
-            blocks = self._free.get(block_size)
+            blocks = self._free.get(whole)
             block = blocks.pop() if blocks else None
             if block is not None:
-                self._idle -= block_size
+                self._idle -= whole
         if block is None:
-            block = numpy.empty(block_size, dtype=numpy.uint8)
+            block = numpy.empty(whole, dtype=numpy.uint8)
         # The storage holds this very array, so it lives as long as any tensor on the storage.
         handle = block[:size]
         weakref.finalize(handle, self._take_back, block).atexit = False
@@ -58,7 +58,7 @@ class HostMemory:
                 self._free.setdefault(block.nbytes, []).append(block)
 
 
-def _block_size(size: int) -> int:
+def block_size(size: int) -> int:
     """`size` rounded up, by an eighth at most, so that requests of similar length share blocks."""
     step = 1 << (size.bit_length() - 4)
     return -(-size // step) * step

@@ -354,7 +354,7 @@ def other_process(model: str, mode: str = "auxiliary", **changes: Any) -> dict[s
     cancelled = _cancel(engine)
     engine.pack("int8")
     packed = answers(engine, prompts)
-    files = [p.name for p in folder.iterdir()]
+    files = [p.name for p in folder.iterdir() if not p.name.startswith(".rows-")]  # those serve the next requests
     children = multiprocessing.active_children()
     for child in children:
         os.kill(child.pid or 0, signal.SIGKILL)

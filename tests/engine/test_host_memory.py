@@ -6,7 +6,7 @@ import pickle
 
 import torch
 
-from app.engine.host_memory import HostMemory, _block_size
+from app.engine.host_memory import HostMemory, block_size
 
 SHAPE = (300, 4, 1024)  # 2.4 MB in bf16
 
@@ -42,7 +42,7 @@ def test_no_more_than_allowed_is_kept_idle() -> None:
     tensors = [memory.empty(SHAPE, torch.bfloat16) for _ in range(4)]
     tensors.clear()
     assert sum(len(blocks) for blocks in memory._free.values()) == 1
-    assert memory._idle == _block_size(300 * 4 * 1024 * 2)
+    assert memory._idle == block_size(300 * 4 * 1024 * 2)
 
 
 def test_tensors_are_ordinary_ones() -> None:
@@ -55,4 +55,4 @@ def test_tensors_are_ordinary_ones() -> None:
 
 def test_blocks_waste_little() -> None:
     for size in (2**20, 2**20 + 1, 25_133_056, 2**25 - 1):
-        assert size <= _block_size(size) <= size * 9 / 8 + 1
+        assert size <= block_size(size) <= size * 9 / 8 + 1
