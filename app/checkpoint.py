@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-import shlex
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
@@ -12,28 +12,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from app.checkpoint_files import CONFIG_FILE, WEIGHTS_FILE, read_config, read_tensors
 from app.draft_config import DraftConfig
 from app.errors import UserError
-from app.lint import Difference, canonical_name, check_draft, format_differences
+from app.lint import Difference, canonical_name, check_draft, errors_of, format_differences
+from app.lint.layer_ids import nested_ids
+from app.lint.names import IDS
+from app.speculators import Verifier, speculators_config, speculators_tensors
 from app.target import TargetInfo
 
 __all__ = [
+    "CONFIG_FILE",
     "Difference",
     "DraftConfig",
+    "Verifier",
     "check_checkpoint",
     "format_differences",
     "read_checkpoint",
-    "sglang_command",
-    "vllm_serve_command",
     "write_checkpoint",
 ]
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
+log = logging.getLogger("draftmill")
+
 _DERIVED = "rotary_emb.inv_freq"  # some trainers save it along
 
 
@@ -43,6 +46,7 @@ def write_checkpoint(
     tensors: Mapping[str, Tensor],
     embed_tokens: Tensor | None = None,
     target: TargetInfo | None = None,
+    verifier: Verifier | None = None,
 ) -> Path:
     """Write a draft in the full form of CONTRACTS section 5, or nothing at all.
 
@@ -50,10 +54,12 @@ def write_checkpoint(
         folder: made anew; an older one is replaced once the new one is complete.
         tensors: root names (`DraftConfig.tensor_shapes`), any float dtype: stored as `config.dtype`.
         embed_tokens: [V, H] the target's embedding as stored, or None to let engines share the target's.
-        target: where given, the config is checked against it too.
+        target: where given, the config is checked against it too, and the nested layer ids are those that
+            SGLang's class for it needs.
+        verifier: where given, the folder gets the speculators layout for that target instead.
 
     Raises:
-        UserError: the checkpoint would not pass `check_checkpoint`; the message holds the table.
+        UserError: `check_checkpoint` finds errors; the message holds the table.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -68,11 +74,15 @@ def write_checkpoint(
     temp = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
     temp.mkdir()
     try:
-        save_file(stored, temp / WEIGHTS_FILE, {"format": "pt"})
-        (temp / CONFIG_FILE).write_text(json.dumps(config.to_hf_config(), indent=2) + "\n")
+        named = stored if verifier is None else speculators_tensors(stored)
+        save_file(named, temp / WEIGHTS_FILE, {"format": "pt"})
+        keys = _flat_config(config, target) if verifier is None else speculators_config(config, verifier)
+        (temp / CONFIG_FILE).write_text(json.dumps(keys, indent=2) + "\n")
         differences = check_checkpoint(temp, target, embed_tokens, config.aux_layer_ids)
-        if differences:
+        if errors_of(differences):
             raise UserError(f"the draft for {folder} would not serve:\n{format_differences(differences)}")
+        for difference in differences:
+            log.warning("%s: %s", folder.name, difference)
         _replace(temp, folder)
     finally:
         shutil.rmtree(temp, ignore_errors=True)
@@ -82,17 +92,17 @@ def write_checkpoint(
 def read_checkpoint(folder: Path, target_num_layers: int | None = None) -> tuple[DraftConfig, dict[str, Tensor]]:
     """Read a draft in any layout of `DraftConfig.from_hf_config`: its config and its tensors by root name.
 
-    Accepts one safetensors file or several with an index, the `model.` prefix, `layers.0.` for `midlayer.`
-    and `draft_id_to_target_id` for `d2t`. A missing `t2d` is made from `d2t`; an all-zero map between equal
+    Accepts one safetensors file or several with an index, pickled tensors, the `model.` prefix, `layers.0.` for
+    `midlayer.` and `draft_id_to_target_id` for `d2t`. A missing `t2d` is made from `d2t`; an all-zero map between equal
     vocabularies is dropped. `embed_tokens.weight` is among the tensors only where the file has it.
 
     Raises:
         UserError: no such checkpoint, or names, shapes or the map do not fit its config.
     """
     folder = Path(folder)
-    raw_config = _read_config(folder)
+    raw_config = read_config(folder)
     tensors: dict[str, Tensor] = {}
-    for name, tensor in _read_tensors(folder).items():
+    for name, tensor in read_tensors(folder).items():
         root = canonical_name(name)
         if root in tensors:
             raise UserError(f"{folder}: {root} is there twice, once as {name}; remove one")
@@ -122,66 +132,23 @@ def check_checkpoint(
     target: TargetInfo | None = None,
     target_embed: Tensor | None = None,
     aux_layer_ids: Sequence[int] | None = None,
+    engines: Sequence[str] | None = None,
 ) -> list[Difference]:
-    """Every difference between the checkpoint in `folder` and the form both engines load; see `check_draft`.
+    """Every difference between the checkpoint in `folder` and the form engines load; see `check_draft`.
 
     Raises:
         UserError: there is no readable checkpoint in `folder`.
     """
     folder = Path(folder)
-    return check_draft(_read_config(folder), _read_tensors(folder), target, target_embed, aux_layer_ids)
+    return check_draft(read_config(folder), read_tensors(folder), target, target_embed, aux_layer_ids, engines)
 
 
-def vllm_serve_command(target: str, draft_dir: str | Path, k: int) -> str:
-    """Shell command that serves `target` with the draft in vLLM, proposing `k` tokens per step."""
-    speculative = {"method": "eagle3", "model": str(draft_dir), "num_speculative_tokens": k}
-    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculative)])
-
-
-def sglang_command(target: str, draft_dir: str | Path, k: int) -> str:
-    """Shell command that serves `target` with the draft in SGLang, a chain of `k` tokens per step.
-
-    The algorithm must be EAGLE3: with EAGLE the draft gets one state in place of three, without an error.
-    """
-    words = ["python", "-m", "sglang.launch_server", "--model-path", target]
-    words += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft_dir)]
-    words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"]
-    words += ["--speculative-num-draft-tokens", str(k + 1)]  # the chain and the token it hangs on
-    return shlex.join(words)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{folder} is not a draft checkpoint: it has no {CONFIG_FILE}") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} must hold a JSON object")
-    return config
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors checkpoint, one file or sharded, under the names they have there."""
-    index = folder / f"{WEIGHTS_FILE}.index.json"
-    if index.exists():
-        files = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-    else:
-        files = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{folder} holds no *.safetensors weights; convert them (pickled files are not read)")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            with safe_open(str(folder / file), "pt") as handle:
-                tensors |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-        except FileNotFoundError:
-            raise UserError(f"{folder}: the index names {file}, which is missing") from None
-        except SafetensorError as error:
-            raise UserError(f"{folder}/{file} is cut or damaged ({error}); copy it again") from error
-    return tensors
+def _flat_config(config: DraftConfig, target: TargetInfo | None) -> dict[str, Any]:
+    """The full form, with the nested ids of the target's class in SGLang where its shift differs."""
+    keys = config.to_hf_config()
+    if nested := nested_ids(config.aux_layer_ids, target):
+        keys["eagle_config"][IDS] = nested
+    return keys
 
 
 def _settle_map(folder: Path, config: DraftConfig, tensors: dict[str, Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
 
 from app import __version__
@@ -92,6 +93,17 @@ def _parser() -> argparse.ArgumentParser:
             verb.add_argument(
                 "--forget", action="append", default=[], metavar="ID", help="first, as `draftmill forget` does"
             )
+        if name == "export":
+            verb.add_argument(
+                "--format", choices=("flat", "speculators"), help="as export.format=...; speculators: that layout too"
+            )
+        if name == "bench":
+            verb.add_argument("--server", metavar="URL", help="as bench.server=...: a running server with the draft")
+            verb.add_argument("--baseline-server", metavar="URL", help="as bench.baseline_server=...: one without it")
+        if name == "report":
+            verb.add_argument(
+                "--now", action="store_true", help="of a run folder too: what is finished so far, and run nothing"
+            )
     status = verbs.add_parser("status", parents=[common], help="what of a run is done, what is stale and why")
     status.add_argument("run", help="run folder, or the YAML file of the run")
     status.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="as they would be given")
@@ -146,6 +158,40 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--class", dest="kind", metavar="CLASS", help="only loop, cut, empty, ..., or any")
     inspect.add_argument("--id", help="of a sample or of a row")
     inspect.set_defaults(function=_inspect)
+    lint = verbs.add_parser(
+        "lint", parents=[common], help="what is wrong with a draft's folder, yours or anyone's, by engine, and the fix"
+    )
+    lint.add_argument("folder", metavar="DIR", help="folder with config.json and weights")
+    lint.add_argument("--target", help="the model it drafts for: a folder, hub id or packaged target")
+    lint.add_argument("--engine", type=str.lower, choices=("vllm", "sglang"), help="check for this one alone")
+    lint.add_argument("--draft-tokens", type=int, metavar="K", help="for the serve commands")
+    lint.add_argument("--trust-remote-code", action="store_true", help="of the target's tokenizer")
+    lint.add_argument("--json", action="store_true", help="print JSON")
+    lint.set_defaults(function=_lint)
+    doctor = verbs.add_parser(
+        "doctor", parents=[common], help="why acceptance is low: the checklist on a run, each line with its evidence"
+    )
+    doctor.add_argument("run", help="run folder, or the YAML file of the run")
+    doctor.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="as they would be given")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(function=_doctor)
+    compare = verbs.add_parser(
+        "compare", parents=[common], help="runs side by side: what is worse than in the first, what is set differently"
+    )
+    compare.add_argument("runs", nargs="+", metavar="RUN", help="run folder, or the YAML file of a run")
+    compare.add_argument("--html", metavar="FILE", help="write a page too")
+    compare.set_defaults(function=_compare)
+    publish = verbs.add_parser(
+        "publish",
+        parents=[common],
+        help="the draft with a card of its numbers and where they are from, for a model hub",
+    )
+    publish.add_argument("run", metavar="RUN", help="run folder, or the YAML file of the run")
+    publish.add_argument("folder", metavar="DIR", help="folder to write")
+    publish.add_argument("--license", metavar="ID", help="of the draft, as the hub writes it: apache-2.0, ...")
+    publish.add_argument("--base-model", metavar="ORG/NAME", help="the target's id on the hub")
+    publish.add_argument("--force", action="store_true", help="also a draft that is broken; the card says so")
+    publish.set_defaults(function=_publish)
     curve = verbs.add_parser(
         "curve", parents=[common], help="is more data worth it: train on shares of a run's samples, or compare runs"
     )
@@ -170,10 +216,17 @@ def _run_all(args: argparse.Namespace) -> int:
 
 
 def _run_stage(args: argparse.Namespace) -> int:
+    if getattr(args, "now", False):
+        return _report_now(args)
     return _run_until(args, args.verb)
 
 
 def _run_until(args: argparse.Namespace, last: str) -> int:
+    if getattr(args, "format", None):
+        args.overrides = [*args.overrides, f"export.format={args.format}"]
+    for key in ("server", "baseline_server"):
+        if getattr(args, key, None):
+            args.overrides = [*args.overrides, f"bench.{key}={getattr(args, key)}"]
     config = _load(args)
     if args.print_config:
         print(config.to_yaml(), end="")
@@ -198,6 +251,22 @@ def _run_until(args: argparse.Namespace, last: str) -> int:
     timings = run_pipeline(config, stages_up_to(last), store)
     results = write_results(run_folder, timings)
     print("\n".join(summary_lines(run_folder.url, results)))
+    return 0
+
+
+def _report_now(args: argparse.Namespace) -> int:
+    from app.jobs import settle_run_dir
+    from app.pipeline import StageContext
+    from app.pipelines import report
+    from app.runfolder import RunFolder
+    from app.status import config_of
+
+    config = settle_run_dir(config_of(args.config, args.overrides))
+    run_folder = RunFolder(config.run_dir, config.storage.options)
+    if not run_folder.store.exists("config.yaml"):
+        raise UserError(f"{run_folder.url} is no run folder yet, so there is nothing to report")
+    report.run(StageContext(config, run_folder))
+    print(f"{run_folder.url}/{report.PAGE}")
     return 0
 
 
@@ -279,6 +348,46 @@ def _inspect(args: argparse.Namespace) -> int:
     wanted = Wanted(args.rows, args.source, args.kind, args.id)
     for line in inspect_lines(args.run, wanted, _coloured(args), args.show_private, args.full):
         print(line)
+    return 0
+
+
+def _lint(args: argparse.Namespace) -> int:
+    from app.lint.command import as_json, lint
+    from app.lint.difference import ENGINES
+
+    if args.draft_tokens is not None and args.draft_tokens < 1:
+        raise UserError(f"--draft-tokens {args.draft_tokens} is not above 0")
+    engine = next((e for e in ENGINES if e.lower() == args.engine), None)
+    report = lint(args.folder, args.target, engine, args.draft_tokens, args.trust_remote_code)
+    width = max(100, shutil.get_terminal_size((140, 24)).columns)
+    print(as_json(report) if args.json else "\n".join(report.lines(width)))
+    return 0 if report.passes else 1
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from app.doctor.command import as_json, doctor
+
+    report = doctor(args.run, args.overrides)
+    print(as_json(report) if args.json else "\n".join(report.text()))
+    return 0 if report.passes else 1
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from app.preview import write_page
+    from app.report.compare import compare_page, compare_runs, compare_text
+
+    compared = compare_runs(args.runs)
+    print("\n".join(compare_text(compared)))
+    if args.html is not None:
+        write_page(args.html, compare_page(compared))
+        print(args.html)
+    return 0
+
+
+def _publish(args: argparse.Namespace) -> int:
+    from app.report.publish import publish
+
+    print("\n".join(publish(args.run, args.folder, args.license, args.base_model, args.force)))
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from app.errors import UserError, first_line
 from app.redact import find_secrets
@@ -21,6 +21,12 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 ColumnName = Literal[
     "messages", "prompt", "response", "system", "tools", "reasoning", "domain", "turns", "input"
 ]  # fmt: skip
+
+
+def _base_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")) or not url.rstrip("/").endswith("/v1"):
+        raise ValueError(f"{url!r} is no base URL; give http(s)://HOST:PORT/v1")
+    return url
 
 
 class Section(BaseModel):
@@ -203,10 +209,7 @@ class GenerateConfig(Section):
     @field_validator("endpoints")
     @classmethod
     def _base_urls(cls, urls: list[str]) -> list[str]:
-        for url in urls:
-            if not url.startswith(("http://", "https://")) or not url.rstrip("/").endswith("/v1"):
-                raise ValueError(f"{url!r} is no base URL; give http(s)://HOST:PORT/v1")
-        return urls
+        return [_base_url(url) for url in urls]
 
     @field_validator("replicas", "tensor_parallel", "parts_in_flight", mode="before")
     @classmethod
@@ -323,7 +326,21 @@ class TrainConfig(Section):
         description="weights, gradients and moments spread over the workers (FSDP2), not whole on each: for drafts that"
         " are large for a GPU",
     )
+    optimizer_state: Literal["fp32", "8bit"] = Field(
+        "fp32", description="AdamW's two moments; 8bit: a byte each, in blocks with a scale"
+    )
     tokens_per_step: int = Field(8192, gt=0, description="tokens per optimiser step over all workers")
+    max_document: int | None = Field(
+        None, ge=4, description="tokens at which a longer document is cut; default: the draft's max_position_embeddings"
+    )
+    activation_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        "auto",
+        description="GiB a worker may hold for its backward pass: documents share a pass as far as it allows, and of"
+        " one too large alone unroll steps are computed twice; auto: what weights, moments and inputs leave of memory",
+    )
+    embedding_device: Literal["gpu", "cpu"] = Field(
+        "gpu", description="where the frozen embedding lies; cpu: a pass brings the rows it reads"
+    )
     validation_share: float = Field(0.05, ge=0, lt=1, description="share of conversations held out for validation")
     validate_every_epochs: float = Field(1.0, gt=0)
     checkpoint_every_s: float = Field(300, gt=0, description="seconds between checkpoints")
@@ -357,6 +374,14 @@ class TrainConfig(Section):
         False, description="with init_from: choose the vocabulary anew; rows of tokens in both maps are kept"
     )
 
+    @field_validator("activation_gib", mode="before")
+    @classmethod
+    def _gib_or_auto(cls, value: Any) -> Any:
+        number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        if not number and value != "auto":
+            raise ValueError("give GiB above 0, or auto")
+        return value
+
 
 class EvaluateConfig(Section):
     holdout: int = Field(
@@ -372,13 +397,87 @@ class EvaluateConfig(Section):
 class ExportConfig(Section):
     checkpoint: Literal["best", "last"] = Field("last", description="best: by validation acceptance length")
     embed_tokens: bool = Field(True, description="write the target's embedding, bit-exact; vLLM shares it if absent")
+    format: Literal["flat", "speculators"] = Field(
+        "flat", description="speculators: that layout too, for vLLM alone, in export/speculators"
+    )
 
 
 class BenchConfig(Section):
     max_new_tokens: int | None = Field(None, gt=0, description="default: generate.max_new_tokens")
-    concurrency: int = Field(8, gt=0, description="requests at once")
-    repeats: int = Field(1, gt=0, description="measured passes over the prompts, after one warm-up request")
+    draft_tokens: int | list[int] | None = Field(
+        None,
+        description="k, or several for a sweep, of our engine; default: evaluate.num_draft_tokens, the headline's too",
+    )
+    concurrency: int | list[int] = Field(
+        8, description="requests at once, or several for a sweep; the first is the headline's"
+    )
+    repeats: int = Field(1, gt=0, description="measured passes over the prompts, after a warm-up that is not counted")
+    temperature: float = Field(
+        0.0, ge=0, description="above 0 outputs are sampled, and compared by a test of their distribution"
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="of sampling and of resampling")
+    test_prompts: int = Field(16, gt=0, description="of that test: prompts")
+    test_samples: int = Field(32, gt=1, description="of that test: answers to each prompt, with and without the draft")
+    test_tokens: int = Field(8, gt=0, description="of that test: tokens compared, from the first")
+    domain_pass: bool = Field(
+        True, description="one more pass, domain by domain, for acceptance by domain from the counters alone"
+    )
+    sets: list[str] = Field(
+        default_factory=list,
+        description="files of benchmark prompts (MT-bench, GSM8K, HumanEval), measured beside the held-out prompts",
+    )
+    set_rows: int = Field(80, gt=0, description="conversations of each set, from its start")
+    server: str | None = Field(
+        None, description="base URL, ending in /v1, of a running server with the draft, measured in place of our engine"
+    )
+    baseline_server: str | None = Field(None, description="likewise of one of the same target without a draft")
+    server_model: str | None = Field(None, description="name the servers know the target by; default: as they list")
     engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM as they are")
+
+    @field_validator("draft_tokens", "concurrency", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any, info: ValidationInfo) -> Any:
+        several = value if isinstance(value, list) else [value]
+        if value is None and info.field_name == "draft_tokens":
+            return value
+        if not several or any(not isinstance(v, int) or isinstance(v, bool) or v < 1 for v in several):
+            raise ValueError("give a whole number above 0, or a list of them")
+        if len(set(several)) < len(several):
+            raise ValueError("a number stands there twice")
+        return value
+
+    @field_validator("server", "baseline_server")
+    @classmethod
+    def _server_url(cls, url: str | None, info: ValidationInfo) -> str | None:
+        if url is not None and info.field_name == "baseline_server" and info.data.get("server") is None:
+            raise ValueError("it needs bench.server, the server with the draft")
+        return url if url is None else _base_url(url)
+
+    @property
+    def concurrencies(self) -> tuple[int, ...]:
+        """As given, the headline's first."""
+        return tuple(self.concurrency) if isinstance(self.concurrency, list) else (self.concurrency,)
+
+    def drafting(self, default: int) -> tuple[int, ...]:
+        """The numbers of draft tokens, the headline's first: `default` where it is among them.
+
+        A running server drafts as it was started: then it is one number, and what the server counts is told.
+        """
+        if self.server is not None:
+            return (default,)
+        given = self.draft_tokens if isinstance(self.draft_tokens, list) else [self.draft_tokens or default]
+        return tuple(sorted(given, key=lambda k: k != default))
+
+
+class DoctorConfig(Section):
+    before: list[Literal["train", "bench", "report"]] = Field(
+        default_factory=lambda: ["train", "bench", "report"],  # type: ignore[arg-type]
+        description="stages before which the doctor runs by itself; empty: only as `draftmill doctor`",
+    )
+    stop: bool = Field(True, description="a failed check stops train or bench before it starts; false: it only warns")
+    recompute_gib: float = Field(
+        4.0, ge=0, description="GiB of target weights up to which a few samples are computed again on the CPU"
+    )
 
 
 class RayConfig(Section):
@@ -424,6 +523,7 @@ class Config(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     export: ExportConfig = ExportConfig()
     bench: BenchConfig = BenchConfig()
+    doctor: DoctorConfig = DoctorConfig()
     ray: RayConfig = RayConfig()
     storage: StorageConfig = StorageConfig()
 

@@ -17,13 +17,12 @@ from app.checkpoint import (
     DraftConfig,
     check_checkpoint,
     read_checkpoint,
-    sglang_command,
-    vllm_serve_command,
     write_checkpoint,
 )
 from app.errors import UserError
 from app.pipelines.vocab import VocabMap
 from app.rope import rope_of_config
+from app.serving import sglang_command, vllm_serve_command
 from app.target import TargetInfo, inspect_target, load_target_head
 from app.train.draft import Eagle3Draft, inverse_frequencies
 from tests.drafts import DRAFT_VOCAB, IDS, draft_config, edit_config, edit_tensors, random_tensors
@@ -301,7 +300,7 @@ def test_states_of_other_layers_give_other_logits(
         """One row attends to itself alone: [T-1, Vd]."""
         aux = torch.cat([states[k][0] for k in layer_ids], -1)[:-1]  # [T-1, 3H]
         state = cast.fuse(aux)
-        qkv = cast.embed(ids[1:]) @ cast.qkv_embed.T + cast.state_qkv(state)
+        qkv = cast.embed_qkv(cast.embedding(ids[1:])) + cast.state_qkv(state)
         value = cast.heads(qkv[:, cast.q_size + config.num_key_value_heads * config.head_dim :])
         attended = value.repeat_interleave(config.num_attention_heads // config.num_key_value_heads, 1)
         return cast.head_input(cast.finish(attended, state)) @ layer.lm_head.weight.T

@@ -1,4 +1,4 @@
-"""Real vLLM loads and serves a draft in our full form, and computes with it what the trainer computes."""
+"""Real vLLM loads and serves what lint passes, and computes with it what the trainer computes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.checkpoint import DraftConfig, read_checkpoint, write_checkpoint
+from app.checkpoint import DraftConfig, Verifier, read_checkpoint, write_checkpoint
+from app.lint.command import lint
 from app.target import TargetInfo, inspect_target, load_target_head
 from app.train.draft import Eagle3Draft, inverse_frequencies
 from app.train.reference import reference_logits
 from tests import serve_draft
-from tests.drafts import draft_config, random_tensors
+from tests.drafts import draft_config, edit_config, random_tensors
 from tests.runs import ROOT
 
 pytest.importorskip("vllm")
@@ -62,17 +63,58 @@ def test_vllm_serves_the_full_form(flags: tuple[str, ...], tiny_llama3rope: Path
     written = json.loads((folder / "config.json").read_text())
     assert {"rope_parameters", "rope_scaling", "eagle_config", "norm_before_residual"} <= written.keys()
 
-    result = serve(tiny_llama3rope, folder, tmp_path / "records.pt")
+    assert lint(str(folder), str(tiny_llama3rope)).differences == []
+    check_served(tiny_llama3rope, folder, tmp_path / "records.pt")
+
+
+@pytest.mark.engine
+def test_vllm_serves_the_speculators_layout(tiny_llama3rope: Path, tmp_path: Path) -> None:
+    """Every key is read from its place there: the norms, the layer ids, the rotary embedding, the sizes."""
+    info = inspect_target(str(tiny_llama3rope))
+    config = draft_config(info, aux_layer_ids=AUX_LAYER_IDS, fc_norm=True, norm_output=True)
+    embed = load_target_head(info).embed_tokens
+    verifier = Verifier(str(tiny_llama3rope), info.architecture, K)
+    folder = write_checkpoint(tmp_path / "draft", config, random_tensors(config), embed, info, verifier)
+    assert "transformer_layer_config" in json.loads((folder / "config.json").read_text())
+    assert lint(str(folder), str(tiny_llama3rope)).differences == []
+    check_served(tiny_llama3rope, folder, tmp_path / "records.pt")
+
+
+@pytest.mark.engine
+def test_vllm_serves_a_foreign_form_that_lint_passes(tiny: Path, tmp_path: Path) -> None:
+    """Pickled weights, another layer name, no t2d, no embedding, one rotary form, keys left to their defaults."""
+    info = inspect_target(str(tiny))
+    config = draft_config(info, aux_layer_ids=AUX_LAYER_IDS)
+    tensors = random_tensors(config)
+    folder = write_checkpoint(tmp_path / "draft", config, tensors, None, info)
+    (folder / "model.safetensors").unlink()
+    del tensors["t2d"]
+    halves = {name: t.half() if t.is_floating_point() else t for name, t in tensors.items()}
+    torch.save({n.replace("midlayer.", "layers.0."): t for n, t in halves.items()}, folder / "pytorch_model.bin")
+    absent = ("target_hidden_size", "norm_before_residual", "rope_parameters", "eagle_config", "use_cache")
+    edit_config(folder, lambda c: [c.pop(name) for name in absent])
+    edit_config(folder, lambda c: c.update(torch_dtype="float16", architectures=["LlamaForCausalLM"]))
+    report = lint(str(folder), str(tiny), engine="vLLM")
+    assert report.passes and report.differences  # warnings
+    assert not lint(str(folder), str(tiny)).passes  # SGLang drops layers.0. and knows no such class
+    check_served(tiny, folder, tmp_path / "records.pt")
+
+
+def check_served(target: Path, folder: Path, out: Path) -> None:
+    """vLLM serves `folder` with everything it was written with, and its logits are the trainer's."""
+    info = inspect_target(str(target))
+    result = serve(target, folder, out)
     assert result["layers"] == result["captured"] == list(AUX_LAYER_IDS)
     assert result["head_dim"] == info.head_dim
-    assert result["shared_embedding"]  # the engine found the embedding equal to the target's
+    assert result["shared_embedding"]  # the engine found the embedding equal to the target's, or none
     assert [len(tokens) for tokens in result["tokens"]] == [TOKENS] * len(PROMPT_LENGTHS)
     assert result["num_draft_tokens"] == K * result["num_drafts"] > 0
 
-    seen = torch.load(tmp_path / "records.pt", weights_only=True)
+    seen = torch.load(out, weights_only=True)
     config, tensors = read_checkpoint(folder)
     for name, ours in (("lm_head", "lm_head.weight"), ("norm", "norm.weight"), ("d2t", "d2t")):
         assert torch.equal(seen[name][: len(tensors[ours])].to(tensors[ours].dtype), tensors[ours]), name
+    tensors.setdefault("embed_tokens.weight", load_target_head(info).embed_tokens)
     check_rotary(config, seen["cos_sin"])
     check_first_round(info, config, tensors, seen)
 

@@ -1,8 +1,9 @@
-"""Export: trained weights to a checkpoint that vLLM and SGLang load, checked before it is kept."""
+"""Export: trained weights to a checkpoint that vLLM and SGLang load, checked by lint before it is kept."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -10,11 +11,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from app.checkpoint import DraftConfig, sglang_command, vllm_serve_command, write_checkpoint
+from app.checkpoint import DraftConfig, Verifier, write_checkpoint
 from app.draft_config import NORM_FLAGS
 from app.errors import UserError
+from app.lint.check import NOT_SPECULATORS
+from app.lint.difference import SGLANG
 from app.pipeline import StageContext, StageResult
 from app.pipelines.vocab import VocabMap, load_vocab
+from app.serving import SERVE_FILE, left_out, serve_commands, serve_record, serving_name
 from app.storage import Store, explained
 from app.target import TargetInfo, load_target_head
 from app.train.state import read_weights
@@ -22,6 +26,7 @@ from app.train.state import read_weights
 log = logging.getLogger("draftmill")
 
 DRAFT = "export/draft"
+SPECULATORS = "export/speculators"  # with export.format=speculators
 _CARD = """\
 ---
 base_model: {target}
@@ -43,18 +48,17 @@ Proposes tokens that {target} verifies; the text is the target's own. It fits th
 | embedding | {embedding} |
 {variant}| trained on | {tokens} supervised tokens |
 
-Run from the folder that holds this one:
+It was measured with {k} draft tokens a step. Run from the folder that holds this one:
 
 {commands}
 """
 
 
 def run(ctx: StageContext) -> StageResult:
-    """Write `export/draft/` and the commands that serve it, `export/serve.json`.
+    """Write `export/draft/`, on request `export/speculators/`, and the commands that serve them, `export/serve.json`.
 
     Raises:
-        UserError: capture, training and this run do not agree on layers or vocabulary, or the draft would
-            not pass `check_checkpoint`.
+        UserError: capture, training and this run do not agree on layers or vocabulary, or lint finds an error.
     """
     config, target, store = ctx.config, ctx.target, ctx.run.store
     store.delete("export")
@@ -62,23 +66,41 @@ def run(ctx: StageContext) -> StageResult:
     k = config.evaluate.num_draft_tokens
     embed = load_target_head(target).embed_tokens if config.export.embed_tokens else None
     tokens = ctx.input("vocab").counts["supervised_tokens"]["train"]
-    with explained(store.url), _local_folder(store, DRAFT) as folder:
-        write_checkpoint(folder, draft, weights, embed, target)
-        card = model_card(draft, target, k, tokens, embed is not None)
-        (folder / "README.md").write_text(card, encoding="utf-8")
-    where = store.full(DRAFT) if store.is_local else f"{store.url}/{DRAFT}"
-    commands = serve_commands(draft, serving_name(target), where, k)
-    store.write_json("export/serve.json", commands)
-    outputs = [f"{DRAFT}/{file}" for file in store.files(DRAFT)]
-    log.info("export: step %d of training, checked, in %s", step, where)
-    log.info("export: %s", commands["vLLM"])
-    if "SGLang" not in commands:
-        log.warning("export: no command for SGLang: it has no switch for norm_before_residual")
+    formats: dict[str, Verifier | None] = {DRAFT: None}
+    if config.export.format == "speculators":
+        formats[SPECULATORS] = Verifier(serving_name(target), target.architecture, k)
+    commands: dict[str, str] = {}
+    outputs: list[str] = []
+    for path, verifier in formats.items():
+        without = left_out(draft, target) if verifier is None else {SGLANG: NOT_SPECULATORS}
+        with explained(store.url), _local_folder(store, path) as folder:
+            write_checkpoint(folder, draft, weights, embed, target, verifier)
+            card = model_card(draft, target, k, tokens, embed is not None, folder.name, without)
+            (folder / "README.md").write_text(card, encoding="utf-8")
+            record = serve_record(_shown_name(target), folder.name, k, without)
+            (folder / SERVE_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        outputs += [f"{path}/{file}" for file in store.files(path)]
+        served = _announce(store, path, target, k, without)
+        commands |= served if verifier is None else {f"{e}, speculators layout": c for e, c in served.items()}
+    store.write_json(f"export/{SERVE_FILE}", commands)
+    log.info("export: step %d of training", step)
     return StageResult(
-        outputs=[*outputs, "export/serve.json"],
+        outputs=[*outputs, f"export/{SERVE_FILE}"],
         counts={"step": step, "bytes": sum(store.size(path) or 0 for path in outputs)},
         extra={"draft_config": draft.model_dump(mode="json")},
     )
+
+
+def _announce(store: Store, path: str, target: TargetInfo, k: int, without: Mapping[str, str]) -> dict[str, str]:
+    """The commands by engine that serve folder `path`, after they are logged."""
+    where = store.full(path) if store.is_local else f"{store.url}/{path}"
+    commands = serve_commands(serving_name(target), where, k, without)
+    log.info("export: checked, in %s", where)
+    for engine, command in commands.items():
+        log.info("export: %s, %d draft tokens a step: %s", engine, k, command)
+    for engine, reason in without.items():
+        log.warning("export: no command for %s: %s", engine, reason)
+    return commands
 
 
 def trained_draft(ctx: StageContext) -> tuple[DraftConfig, dict[str, Tensor], int]:
@@ -110,28 +132,17 @@ def same_map(weights: Mapping[str, Tensor], vocab: VocabMap) -> bool:
     return d2t is not None and d2t.shape == vocab.d2t.shape and bool((d2t == vocab.d2t).all())
 
 
-def serve_commands(draft: DraftConfig, target: str, where: str, k: int) -> dict[str, str]:
-    """Shell commands by engine that serve the draft in `where`, proposing `k` tokens per step.
-
-    SGLang is left out for norm_before_residual: it has no such switch and would compute another draft. It reads the
-    other norm flags and their tensors from 0.5.20 on, under the names that vLLM gave them.
-    """
-    commands = {"vLLM": vllm_serve_command(target, where, k)}
-    if not draft.norm_before_residual:
-        commands["SGLang"] = sglang_command(target, where, k)
-    return commands
-
-
-def serving_name(target: TargetInfo) -> str:
-    """What an engine is given as the target: the hub id where the user named one, else the local folder."""
-    is_hub_id = target.name.count("/") == 1 and not target.name.startswith((".", "/", "~"))
-    return target.name if is_hub_id and not Path(target.name).exists() else target.model
-
-
-def model_card(draft: DraftConfig, target: TargetInfo, k: int, supervised_tokens: int, has_embed: bool) -> str:
+def model_card(
+    draft: DraftConfig,
+    target: TargetInfo,
+    k: int,
+    supervised_tokens: int,
+    has_embed: bool,
+    folder: str,
+    without: Mapping[str, str],
+) -> str:
     """README of the checkpoint's folder; a target that is a folder is called by the folder's name."""
-    is_folder = serving_name(target) == target.model and "/" in target.name
-    shown = Path(target.model).name if is_folder else target.name
+    shown = _shown_name(target)
     flags = [name for name in NORM_FLAGS if getattr(draft, name)]
     return _CARD.format(
         target=shown,
@@ -143,8 +154,15 @@ def model_card(draft: DraftConfig, target: TargetInfo, k: int, supervised_tokens
         embedding="a bit-exact copy of the target's" if has_embed else "the target's, shared by the engine",
         variant=f"| variant | {', '.join(flags)} |\n" if flags else "",
         tokens=f"{supervised_tokens:,}",
-        commands="\n\n".join(f"```\n{c}\n```" for c in serve_commands(draft, shown, "draft", k).values()),
+        k=k,
+        commands="\n\n".join(f"```\n{c}\n```" for c in serve_commands(shown, folder, k, without).values()),
     )
+
+
+def _shown_name(target: TargetInfo) -> str:
+    """The target without a path of this machine."""
+    is_folder = serving_name(target) == target.model and "/" in target.name
+    return Path(target.model).name if is_folder else target.name
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.checkpoint import CONFIG_FILE, read_checkpoint
+from app.clean import INITIAL
 from app.config import TrainConfig, load_config
 from app.draft_config import NORM_FLAGS, DraftConfig
 from app.errors import UserError
@@ -29,7 +30,7 @@ from app.train.state import read_weights
 
 log = logging.getLogger("draftmill")
 
-_WEIGHTS, _ABOUT = "initial.safetensors", "initial.json"  # in the training folder
+_WEIGHTS, _ABOUT = INITIAL  # in the training folder
 _EMBEDDING = "embed_tokens.weight"
 # Both must have the same: the target and the captured states say it.
 _OF_THE_TARGET = ("hidden_size", "vocab_size", "target_hidden_size", "aux_layer_ids", *NORM_FLAGS)
@@ -72,7 +73,7 @@ def read_draft(where: str, options: dict[str, Any], num_layers: int) -> InitialD
         )
     folder = store.local_folder("")
     config, tensors = read_checkpoint(folder, num_layers)
-    files = sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name == CONFIG_FILE)
+    files = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin") or p.name == CONFIG_FILE)
     return InitialDraft(config, tensors, digest_of([[p.name, Store(str(folder)).sha256(p.name)] for p in files]))
 
 
@@ -167,6 +168,11 @@ def place(initial: InitialDraft, store: Store) -> None:
     store.write_json(_ABOUT, {"digest": initial.digest, "config": initial.config.model_dump(mode="json")})
 
 
+def is_placed(store: Store) -> bool:
+    """Whether training folder `store` holds what `place` lays down."""
+    return store.exists(_WEIGHTS) and store.exists(_ABOUT)
+
+
 def placed(store: Store) -> InitialDraft:
     """What `place` laid down.
 
@@ -174,7 +180,7 @@ def placed(store: Store) -> InitialDraft:
         UserError: it is gone.
     """
     about = store.read_json(_ABOUT)
-    if about is None or not store.exists(_WEIGHTS):
+    if about is None or not is_placed(store):
         raise UserError(f"{store.url}: {_WEIGHTS} is gone; run the train stage again")
     return InitialDraft(DraftConfig(**about["config"]), load_file(store.local(_WEIGHTS)), about["digest"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from app.captured import load_entries
 from app.checkpoint import DraftConfig, check_checkpoint, read_checkpoint
 from app.errors import UserError
+from app.lint.command import lint
 from app.pipeline import StageContext, run_stage
 from app.pipelines import export
 from app.pipelines.vocab import VocabMap, load_vocab
@@ -61,6 +63,7 @@ def test_the_folder_alone_gives_the_draft_back(variant: str, tmp_path: Path, req
         "export/draft/README.md",
         "export/draft/config.json",
         "export/draft/model.safetensors",
+        "export/draft/serve.json",
         "export/serve.json",
     ]
     assert manifest.counts["step"] == 7
@@ -68,18 +71,53 @@ def test_the_folder_alone_gives_the_draft_back(variant: str, tmp_path: Path, req
         assert json.loads((folder / "config.json").read_text())["rope_scaling"]["rope_type"] == "llama3"
 
 
-def test_serve_commands_and_card(tiny: Path, tmp_path: Path) -> None:
+def test_serve_commands_and_card(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ctx = trained(tiny, tmp_path, evaluate__num_draft_tokens=5)
-    run_stage(stage("export"), ctx)
+    with caplog.at_level(logging.INFO, "draftmill"):
+        run_stage(stage("export"), ctx)
     folder = tmp_path / "run" / "export" / "draft"
     commands = json.loads((tmp_path / "run" / "export" / "serve.json").read_text())
     words = shlex.split(commands["vLLM"])
     spec = json.loads(words[words.index("--speculative-config") + 1])
     assert spec == {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 5}
     assert words[2] == str(tiny) and "--speculative-algorithm EAGLE3" in commands["SGLang"]
+    stored = json.loads((folder / "serve.json").read_text())  # what travels with the folder
+    assert stored["num_draft_tokens"] == 5 and stored["target"] == tiny.name
+    assert stored["vLLM"]["speculative_config"] == {**spec, "model": "draft"}
+    assert stored["SGLang"]["command"] == commands["SGLang"].replace(str(folder), "draft").replace(str(tiny), tiny.name)
+    report = lint(str(folder), str(tiny))
+    assert report.differences == [] and report.num_draft_tokens == 5
+    assert (
+        report.commands
+        == commands
+        == {e: c for e, c in commands.items() if f"5 draft tokens a step: {c}" in caplog.text}
+    )
     card = (folder / "README.md").read_text()
     assert "after layers 2, 4, 5 of 8" in card and "320 of the target's 640 ids" in card
     assert str(tmp_path) not in card and str(tiny) not in card
+
+
+@pytest.mark.parametrize("variant", ["tiny", "tiny_tied", "tiny_llama3rope"])
+def test_the_speculators_layout_beside_the_flat_one(
+    variant: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    target = request.getfixturevalue(variant)
+    ctx = trained(target, tmp_path, export__format="speculators")
+    manifest, _ = run_stage(stage("export"), ctx)
+    export = tmp_path / "run" / "export"
+    assert {f"export/{name}/config.json" for name in ("draft", "speculators")} <= set(manifest.outputs)
+    flat, listed = (read_checkpoint(export / name) for name in ("draft", "speculators"))
+    assert flat[0] == listed[0] and flat[1].keys() == listed[1].keys()
+    assert all(torch.equal(flat[1][name], listed[1][name]) for name in flat[1])
+    for name in ("draft", "speculators"):
+        assert lint(str(export / name), str(target)).differences == []
+    commands = json.loads((export / "serve.json").read_text())
+    assert commands.keys() == {"vLLM", "SGLang", "vLLM, speculators layout"}
+    assert str(export / "speculators") in commands["vLLM, speculators layout"]
+    stored = json.loads((export / "speculators" / "serve.json").read_text())
+    assert "does not read the speculators layout" in stored["SGLang"]["left_out"]
+    verifier = json.loads((export / "speculators" / "config.json").read_text())["speculators_config"]["verifier"]
+    assert verifier == {"name_or_path": str(target), "architectures": ["LlamaForCausalLM"]}
 
 
 def test_sglang_is_not_offered_where_it_would_compute_another_draft(tiny: Path, tmp_path: Path) -> None:

@@ -19,15 +19,16 @@ from app.errors import UserError
 from app.pipeline import StageContext, run_stage, stage_state
 from app.pipelines.vocab import load_vocab
 from app.target import TargetInfo, load_target_head
+from app.train import stage as train_stage
 from app.train import warm_start
+from app.train.loop import Place, run_worker
 from app.train.loop import draft_config as loop_config
-from app.train.loop import run_worker
 from app.train.stage import check
 from app.train.state import read_weights
-from app.train.warm_start import place, read_draft, warm_draft
+from app.train.warm_start import INITIAL, is_placed, place, read_draft, warm_draft
 from tests.drafts import draft_config, edit_config, edit_tensors, random_tensors
 from tests.pipelines.finished import finish_generate, finish_train, stage
-from tests.runs import context, draftmill, prompts, save_config, tiny_config, write_rows
+from tests.runs import Command, context, prompts, save_config, tiny_config, write_rows
 
 CPU = torch.device("cpu")
 
@@ -135,6 +136,26 @@ def test_an_earlier_run_goes_on_with_its_full_precision(tiny: Path, tmp_path: Pa
     torch.testing.assert_close(train(ctx)["fc.weight"], weights["fc.weight"], rtol=0, atol=1e-6)
 
 
+def test_a_draft_that_was_cleaned_is_laid_down_again(
+    tiny: Path, tiny_target: TargetInfo, tiny_embed: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx = warm_run(tiny, tmp_path, published(tmp_path / "draft", tiny_target, tiny_embed, seed=3))
+    own = ctx.run.store.sub("train")
+
+    def fit(config: Config, store: Any, settings: dict[str, Any]) -> None:
+        assert is_placed(own)
+        own.write_json("summary.json", {"steps": 1})
+
+    monkeypatch.setattr(train_stage, "connect", lambda config: None)
+    monkeypatch.setattr(train_stage, "_fit", fit)
+    train_stage.train_in(ctx, Place())
+    own.write_bytes("metrics.jsonl", b"{}")
+    for name in INITIAL:
+        own.delete(name)
+    train_stage.train_in(ctx, Place())
+    assert own.exists("metrics.jsonl")  # the training goes on where it was
+
+
 def test_a_new_vocabulary_only_by_name_and_shared_rows_move_along(
     tiny: Path, tiny_target: TargetInfo, tiny_embed: Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,7 +246,24 @@ def test_other_initial_weights_make_vocabulary_and_training_stale(
     assert any("train.init_from changed" in reason for reason in reasons)
 
 
-def test_what_is_no_draft_is_one_sentence_before_anything_runs(tiny: Path, tmp_path: Path) -> None:
+def test_a_pickled_draft_is_the_same_draft_and_its_weights_count(
+    tiny_target: TargetInfo, tiny_embed: Tensor, tmp_path: Path
+) -> None:
+    folder = published(tmp_path / "draft", tiny_target, tiny_embed)
+    plain = read_draft(str(folder), {}, tiny_target.num_layers)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    pickled = read_draft(str(folder), {}, tiny_target.num_layers)
+    assert pickled.config == plain.config and pickled.tensors.keys() == plain.tensors.keys()
+    assert all(torch.equal(pickled.tensors[name], tensor) for name, tensor in plain.tensors.items())
+    torch.save({**tensors, "fc.weight": tensors["fc.weight"] + 1}, folder / "pytorch_model.bin")
+    assert read_draft(str(folder), {}, tiny_target.num_layers).digest != pickled.digest
+
+
+def test_what_is_no_draft_is_one_sentence_before_anything_runs(
+    tiny: Path, tmp_path: Path, draftmill_here: Command
+) -> None:
     source = write_rows(tmp_path / "r.jsonl", prompts(4))
     for where, said in (
         (tmp_path, "holds neither config.json (a checkpoint) nor config.yaml (a run folder)"),
@@ -235,11 +273,11 @@ def test_what_is_no_draft_is_one_sentence_before_anything_runs(tiny: Path, tmp_p
         path = save_config(
             tiny_config(tiny, tmp_path / "run", source, train__init_from=str(where)), tmp_path / "c.yaml"
         )
-        result = draftmill("train", str(path))
+        result = draftmill_here("train", str(path))
         assert result.returncode == 1 and said in result.stderr and "Traceback" not in result.stderr, result.stderr
         assert not (tmp_path / "run" / "ingest").exists()
     alone = save_config(tiny_config(tiny, tmp_path / "run", source, train__new_vocabulary=True), tmp_path / "c.yaml")
-    assert "without train.init_from" in draftmill("train", str(alone)).stderr
+    assert "without train.init_from" in draftmill_here("train", str(alone)).stderr
 
 
 def test_the_config_in_speculators_layout_is_the_one_that_was_nested(
