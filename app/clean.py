@@ -25,13 +25,16 @@ from app.storage import Store
 log = logging.getLogger("draftmill")
 CLEANED = "cleaned.json"  # what was deleted and when
 _CHECKPOINTS = "train/checkpoints"
+CURVE, POINT = "curve", "point.json"  # `draftmill curve`: a training in a folder of its own for each point
+INITIAL = ("initial.safetensors", "initial.json")  # in a training's folder, with train.init_from
 CLASSES = {
     "captures": "captures of other settings",
     "states": "hidden states",
     "checkpoints": "checkpoints before the last",
+    "initial": "drafts trainings began from",
     "logs": "logs before the newest",
 }
-_STAGE = {"captures": "generate", "states": "generate", "checkpoints": "train", "logs": "-"}
+_STAGE = {"captures": "generate", "states": "generate", "checkpoints": "train", "initial": "train", "logs": "-"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,13 @@ def clean(config: Config, apply: bool, kinds: list[str]) -> list[str]:
 
 def find(ctx: StageContext, kinds: list[str]) -> list[Freeable]:
     """What of each class can go now."""
-    looks = {"captures": _captures, "states": _states, "checkpoints": _checkpoints, "logs": _logs}
+    looks = {
+        "captures": _captures,
+        "states": _states,
+        "checkpoints": _checkpoints,
+        "initial": _initial,
+        "logs": _logs,
+    }
     return [look(ctx) for kind, look in looks.items() if not kinds or kind in kinds]
 
 
@@ -107,7 +116,7 @@ def _captures(ctx: StageContext) -> Freeable:
     if ingest is None or not shapes:
         return Freeable("captures", {}, "ingest is not finished, or the target is not at hand to compare with")
     wanted: set[str] = set()
-    for entry in _entries(store):
+    for entry in stored_entries(store):
         output = ingest.outputs.get(ingest_part_path(entry.part))
         if output is not None and entry.key in {part_key(shape, output["sha256"]) for shape in shapes}:
             wanted |= {f"{part_name(entry.part)}.json", *(str(f["name"]) for f in entry.files.values())}
@@ -128,6 +137,8 @@ def _states(ctx: StageContext) -> Freeable:
     for stage in ("train", "evaluate"):
         if not _follows(ctx, stage):
             return Freeable("states", {}, f"they stay: {stage} is not finished with them")
+    if _points(ctx.run.store, measured=False):
+        return Freeable("states", {}, "they stay: a curve is not finished with them")
     return Freeable("states", _sizes(ctx.run.store, [_states_path(e) for e in _with_states(ctx)]))
 
 
@@ -140,17 +151,47 @@ def _follows(ctx: StageContext, stage: str) -> bool:
 
 
 def _checkpoints(ctx: StageContext) -> Freeable:
-    """Checkpoints of a finished training that are not its last."""
-    manifest, store = ctx.run.manifest("train"), ctx.run.store
+    """Checkpoints of a finished training that are not its last, and those of measured points of a curve."""
+    store = ctx.run.store
+    folders, stays = _before_the_last(ctx)
+    for point in _points(store, measured=True):  # a kill between measuring and deleting leaves some
+        folders += [f"{point}/checkpoints/{name}" for name in store.folders(f"{point}/checkpoints")]
+        folders.append(f"{point}/best")
+    if _points(store, measured=False):
+        stays = "; ".join(filter(None, (stays, "those of a curve stay: it is not finished")))
+    paths = [f"{folder}/{file}" for folder in folders for file in store.files(folder)]
+    paths.sort(key=lambda path: not path.endswith("state.json"))  # first: without it the others count for nothing
+    return Freeable("checkpoints", _sizes(store, paths), stays)
+
+
+def _before_the_last(ctx: StageContext) -> tuple[list[str], str]:
+    """Folders of the run's own training that are not needed, and why others stay."""
+    manifest = ctx.run.manifest("train")
     if manifest is None:
-        return Freeable("checkpoints", {}, "they stay: train is not finished")
+        return [], "they stay: train is not finished"
     kept = {path.split("/")[2] for path in manifest.outputs if path.startswith(f"{_CHECKPOINTS}/")}
     if not kept:
-        return Freeable("checkpoints", {}, "they stay: train names no last one")
-    folders = [name for name in store.folders(_CHECKPOINTS) if name.startswith("step-") and name not in kept]
-    paths = [f"{_CHECKPOINTS}/{name}/{file}" for name in folders for file in store.files(f"{_CHECKPOINTS}/{name}")]
-    paths.sort(key=lambda path: not path.endswith("state.json"))  # first: without it the others count for nothing
-    return Freeable("checkpoints", _sizes(store, paths))
+        return [], "they stay: train names no last one"
+    names = ctx.run.store.folders(_CHECKPOINTS)
+    return [f"{_CHECKPOINTS}/{name}" for name in names if name.startswith("step-") and name not in kept], ""
+
+
+def _initial(ctx: StageContext) -> Freeable:
+    """Drafts that finished trainings began from; another training lays its own down again."""
+    store, manifest = ctx.run.store, ctx.run.manifest("train")
+    done = manifest is not None and STALE not in manifest.extra
+    folders = [*(["train"] if done else []), *_points(store, measured=True)]
+    found = _sizes(store, [f"{folder}/{name}" for folder in folders for name in INITIAL])
+    waits = [] if done else ["train"]
+    waits += _points(store, measured=False)
+    needed = any(store.exists(f"{folder}/{INITIAL[0]}") for folder in waits)
+    return Freeable("initial", found, "those of unfinished trainings stay" if needed else "")
+
+
+def _points(store: Store, measured: bool) -> list[str]:
+    """Folders of a curve's points: those that are measured, or those whose training was begun and is not."""
+    folders = [f"{CURVE}/{name}" for name in store.folders(CURVE)]
+    return [f for f in folders if store.exists(f"{f}/{POINT}") == measured]
 
 
 def _logs(ctx: StageContext) -> Freeable:
@@ -241,7 +282,7 @@ def _finished_entries(ctx: StageContext) -> list[PartEntry]:
     shape = recorded_shape(generate)
     keys = {
         e.part: part_key(shape, ingest.outputs[ingest_part_path(e.part)]["sha256"])
-        for e in _entries(ctx.run.store)
+        for e in stored_entries(ctx.run.store)
         if ingest_part_path(e.part) in ingest.outputs
     }
     valid, _ = committed_parts(ctx.run.store, keys, "size")
@@ -254,7 +295,7 @@ def _with_states(ctx: StageContext) -> list[PartEntry]:
     return [e for e in _finished_entries(ctx) if e.files["states"]["name"] in names]
 
 
-def _entries(store: Store) -> Iterator[PartEntry]:
+def stored_entries(store: Store) -> Iterator[PartEntry]:
     """Every readable entry."""
     for name in store.files(PARTS):
         number = name.removeprefix("part-").removesuffix(".json")

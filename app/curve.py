@@ -19,6 +19,8 @@ import numpy as np
 import torch
 
 from app.captured import load_entries
+from app.clean import CURVE as FOLDER
+from app.clean import POINT as _POINT
 from app.config import Config
 from app.draft_config import DraftConfig
 from app.errors import UserError
@@ -36,9 +38,7 @@ from app.train.state import load_draft_state, read_weights
 
 log = logging.getLogger("draftmill")
 
-FOLDER = "curve"
 FRACTIONS = ("1/8", "1/4", "1/2", "1")
-_POINT = "point.json"
 _TRAIN = next(stage for stage in STAGES if stage.name == "train")
 _BATCH_TOKENS = 8192
 _BOOTSTRAP = 1000

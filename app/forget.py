@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from app.captured import part_key, recorded_shape, shape_of
+from app.clean import CURVE, INITIAL
 from app.config import Config
 from app.errors import UserError
 from app.forgotten import DETAIL, REASON, Forgotten, read_forgotten, write_forgotten
@@ -328,17 +329,24 @@ class _Removal:
 
     def _mark_stale(self) -> None:
         after = {"generate"}
-        marked = []
         for stage in STAGES:
-            if not after & set(stage.inputs):
-                continue
-            after.add(stage.name)
-            manifest = self._run.manifest(stage.name)
-            if manifest is not None:
-                self._run.write_manifest(replace(manifest, extra={**manifest.extra, STALE: _WHY}))
-                marked.append(stage.name)
-        if marked:
+            if after & set(stage.inputs):
+                after.add(stage.name)
+        names = [stage.name for stage in STAGES if stage.name in after - {"generate"}]
+        if marked := [name for name in names if self._mark(name)]:
             self._say("stale", f"{', '.join(marked)}: `draftmill run` makes them anew; until then they are as before")
+        if self._store.folders(CURVE):
+            self._mark(CURVE)
+            self._say(CURVE, "stale: its drafts learnt from it; `draftmill curve` trains every point anew")
+        if (where := self._ctx.config.train.init_from) is not None and self._store.exists(f"train/{INITIAL[0]}"):
+            self._say(f"train/{INITIAL[0]}", f"of {where}: what that draft learnt stays in it; forget it there too")
+
+    def _mark(self, name: str) -> bool:
+        """Mark a stage stale; whether it was finished."""
+        manifest = self._run.manifest(name)
+        if manifest is not None:
+            self._run.write_manifest(replace(manifest, extra={**manifest.extra, STALE: _WHY}))
+        return manifest is not None
 
     def _other_files(self) -> None:
         for path, what in scrub(self._store, self._pattern, bool(self._plan["learnt"])):

@@ -179,7 +179,7 @@ def our_job(cell: Cell, args: argparse.Namespace, device: torch.device, folder: 
     last: list[Any] = [None]
 
     def step() -> None:
-        last[0], _, _ = trainer._train_step(loaded, False)
+        last[0], *_ = trainer._train_step(loaded, False, False)
         trainer.step += 1
 
     def loss() -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.captured import load_entries, part_keys
-from app.clean import CLEANED, after_evaluate, after_report, after_train, clean
+from app.clean import CLEANED, INITIAL, after_evaluate, after_report, after_train, clean
 from app.config import Config
 from app.errors import UserError
 from app.forget import forget
@@ -24,7 +24,7 @@ from app.status import status_lines
 from app.storage import Store
 from app.train import stage as train
 from tests.pipelines.finished import finish_generate, stage
-from tests.runs import context, draftmill, prompts, tiny_config, write_rows
+from tests.runs import Command, context, prompts, tiny_config, write_rows
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_one_class_alone(run: Config) -> None:
     ctx = finished(run)
     clean(run, True, ["logs"])
     assert len(states(run)) == 4 and len(ctx.run.store.files("logs")) == 1
-    with pytest.raises(UserError, match=r"no class 'log'.*captures, states, checkpoints, logs"):
+    with pytest.raises(UserError, match=r"no class 'log'.*captures, states, checkpoints, initial, logs"):
         clean(run, True, ["log"])
 
 
@@ -159,6 +159,47 @@ def load_entry(ctx: StageContext, part: int) -> Any:
     from app.parts import read_entry
 
     return read_entry(ctx.run.store, part)
+
+
+def with_curve(ctx: StageContext) -> None:
+    """A measured point that a kill left its checkpoints, and one whose training is under way; both began elsewhere."""
+    for point in ("curve/1-8", "curve/1-4"):
+        for path in ("checkpoints/step-00000002/weights.safetensors", "best/state.json", "metrics.jsonl", *INITIAL):
+            ctx.run.store.write_bytes(f"{point}/{path}", b"x" * 1000)
+    ctx.run.store.write_json("curve/1-8/point.json", {"made_from": "m", "point": {}})
+    for path in INITIAL:
+        ctx.run.store.write_bytes(f"train/{path}", b"x" * 1000)
+
+
+def test_of_a_curve_what_is_measured_goes_and_what_is_under_way_stays(run: Config) -> None:
+    ctx = finished(run)
+    with_curve(ctx)
+    lines = clean(run, False, [])
+    assert "they stay: a curve is not finished with them" in "\n".join(lines)
+    assert "those of a curve stay: it is not finished" in "\n".join(lines)
+    assert "those of unfinished trainings stay" in "\n".join(lines)
+    clean(run, True, [])
+    assert len(states(run)) == 4
+    left = {path for path in files(run) if path.startswith(("curve/", "train/initial"))}
+    under_way = {path for path in left if path.startswith("curve/1-4/")}
+    assert len(under_way) == 5 and left - under_way == {"curve/1-8/metrics.jsonl", "curve/1-8/point.json"}
+
+    ctx.run.store.write_json("curve/1-4/point.json", {"made_from": "m", "point": {}})
+    clean(run, True, [])
+    assert states(run) == []
+    assert {p.split("/")[-1] for p in files(run) if p.startswith("curve/")} == {"metrics.jsonl", "point.json"}
+
+
+def test_a_draft_to_start_from_stays_until_train_is_done(run: Config) -> None:
+    ctx = finished(run)
+    for path in INITIAL:
+        ctx.run.store.write_bytes(f"train/{path}", b"x" * 1000)
+    ctx.run.store.delete("train/manifest.json")
+    lines = clean(run, True, ["initial"])
+    assert lines[-1] == "freed 0.0 MB" and "those of unfinished trainings stay" in lines[3]
+    pretend(ctx, "train", ["train/checkpoints/step-00000003/weights.safetensors"])
+    clean(run, True, ["initial"])
+    assert not [path for path in files(run) if "initial" in path]
 
 
 def test_a_living_driver_keeps_its_folder(run: Config) -> None:
@@ -286,12 +327,12 @@ def test_the_pipeline_cleans_as_its_stages_end(run: Config) -> None:
     assert hooks == {"train": after_train, "evaluate": after_evaluate, "report": after_report}
 
 
-def test_the_command_line(run: Config) -> None:
+def test_the_command_line(run: Config, draftmill_here: Command) -> None:
     finished(run)
-    told = draftmill("clean", run.run_dir)
+    told = draftmill_here("clean", run.run_dir)
     assert told.returncode == 0 and "--apply" in told.stdout and len(states(run)) == 4
-    done = draftmill("clean", run.run_dir, "--only", "states", "--apply")
+    done = draftmill_here("clean", run.run_dir, "--only", "states", "--apply")
     assert done.returncode == 0 and "freed" in done.stdout, done.stderr
     assert states(run) == []
-    wrong = draftmill("clean", str(Path(run.run_dir) / "ingest"))
+    wrong = draftmill_here("clean", str(Path(run.run_dir) / "ingest"))
     assert wrong.returncode == 1 and "is no run folder" in wrong.stderr

@@ -16,7 +16,7 @@ from app.errors import UserError
 from app.pipeline import Stage, StageResult, run_stage
 from app.train.loop import nested
 from tests.pipelines.finished import finish_generate, stage
-from tests.runs import draftmill, prompts, save_config, tiny_config, write_rows
+from tests.runs import Command, draftmill, prompts, save_config, tiny_config, write_rows
 
 SAMPLES = np.array([500.0, 1000.0, 2000.0, 4000.0])
 SAME = np.ones(4)
@@ -150,7 +150,7 @@ def test_finished_runs_are_points(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
-def test_a_tiny_curve_is_trained_once_and_resumed(tiny: Path, tmp_path: Path) -> None:
+def test_a_tiny_curve_is_trained_once_and_resumed(tiny: Path, tmp_path: Path, draftmill_here: Command) -> None:
     """Real Ray Train. A point that is there is not trained again."""
     config = tiny_config(
         tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(42)), evaluate__holdout=8, train__epochs=2,
@@ -172,13 +172,13 @@ def test_a_tiny_curve_is_trained_once_and_resumed(tiny: Path, tmp_path: Path) ->
 
     times = {n: (folder / n / "point.json").stat().st_mtime_ns for n in ("1-4", "1-2", "1-1")}
     (folder / "curve.json").unlink()
-    second = draftmill("curve", str(tmp_path / "run"), "--fractions", "1/4,1/2,1", timeout=900)
+    second = draftmill_here("curve", str(tmp_path / "run"), "--fractions", "1/4,1/2,1")
     assert second.stdout == first.stdout, second.stderr[-3000:]
     assert {n: (folder / n / "point.json").stat().st_mtime_ns for n in times} == times
 
 
-def test_a_run_without_samples_says_so(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_without_samples_says_so(tiny: Path, tmp_path: Path, draftmill_here: Command) -> None:
     config = tiny_config(tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(8)))
     path = save_config(config, tmp_path / "c.yaml")
-    result = draftmill("curve", str(path))
+    result = draftmill_here("curve", str(path))
     assert result.returncode == 1 and "stage generate has not run yet" in result.stderr, result.stderr

@@ -19,11 +19,11 @@ from app.forget import forget
 from app.forgotten import FORGOTTEN
 from app.lease import Lease
 from app.parts import PARTS, committed_parts, read_entry, read_ingest_part, write_entry
-from app.pipeline import StageContext, StageResult, run_pipeline, run_stage, stage_state
+from app.pipeline import Stage, StageContext, StageResult, run_pipeline, run_stage, stage_state
 from app.status import status_lines
 from app.storage import Store
 from tests.pipelines.finished import finish_generate, stage
-from tests.runs import context, draftmill, prompts, save_config, tiny_config, write_rows
+from tests.runs import Command, context, prompts, save_config, tiny_config, write_rows
 from tests.stubs import states_of
 
 SECRET = "Pelikanweg"
@@ -179,6 +179,22 @@ def test_what_was_learnt_is_stale_and_parts_are_done(tiny: Path, tmp_path: Path)
     for name in ("quality", "vocab"):
         assert not run_stage(stage(name), ctx)[1]
         assert stage_state(stage(name), ctx).state == "done"
+
+
+def test_a_curve_that_learnt_from_it_is_stale_and_an_earlier_draft_is_named(tiny: Path, tmp_path: Path) -> None:
+    config = config_of(tiny, tmp_path, train__init_from="/data/runs/earlier")
+    ctx, identity = finish_run(config_of(tiny, tmp_path))
+    ctx.run.store.write_json("curve/1-2/point.json", {"made_from": "m", "point": {"samples": 12}})
+    ctx.run.store.write_bytes("train/initial.safetensors", b"weights")
+    curve = Stage("curve", lambda ctx: StageResult(outputs=["curve/1-2/point.json"]), inputs=("generate", "vocab"))
+    run_stage(curve, ctx)
+    assert stage_state(curve, ctx).state == "done"
+    said = dict(line.split(maxsplit=1) for line in forget(config, [identity]))
+    assert said["curve"].startswith("stale: its drafts learnt from it; `draftmill curve`")
+    assert "what that draft learnt stays in it" in said["train/initial.safetensors"]
+    assert "/data/runs/earlier" in said["train/initial.safetensors"]
+    state = stage_state(curve, ctx)
+    assert (state.state, state.reasons) == ("stale", ("a conversation was forgotten",))
 
 
 def test_a_later_ingest_leaves_it_out_and_every_other_part_as_it_was(tiny: Path, tmp_path: Path) -> None:
@@ -394,45 +410,47 @@ def test_what_no_entry_vouches_for_goes_and_is_named(tiny: Path, tmp_path: Path)
     assert set(valid) == {0, 2}
 
 
-def test_before_generate_and_through_ingest(tiny: Path, tmp_path: Path) -> None:
+def test_before_generate_and_through_ingest(tiny: Path, tmp_path: Path, draftmill_here: Command) -> None:
     config = config_of(tiny, tmp_path)
     ctx = context(config)
     run_stage(stage("ingest"), ctx)
     ctx.run.write_config(config)
     path = save_config(config, tmp_path / "c.yaml")
-    done = draftmill("ingest", str(path), "--forget", id_of(ctx))
+    done = draftmill_here("ingest", str(path), "--forget", id_of(ctx))
     assert done.returncode == 0, done.stderr
     assert "ingest: unchanged, reused" in done.stderr
     assert "1 row(s)" in done.stdout
     assert not [p for p, text in texts(tmp_path / "run") if SECRET in text]
-    unknown = draftmill("forget", str(tmp_path / "run"), "0" * 24)
+    unknown = draftmill_here("forget", str(tmp_path / "run"), "0" * 24)
     assert unknown.returncode == 1 and unknown.stderr.count("\n") == 1, unknown.stderr
 
 
 @pytest.mark.cluster
-def test_the_next_run_trains_anew_and_generates_nothing(tiny: Path, tmp_path: Path) -> None:
-    config = config_of(tiny, tmp_path, train__cpus_per_worker=1)
-    path, log = save_config(config, tmp_path / "c.yaml"), tmp_path / "requests.log"
-    env = {"STUB_LOG": str(log)}
-    first = draftmill("evaluate", str(path), env=env)
+def test_the_next_run_trains_anew_and_generates_nothing(
+    tiny: Path, tmp_path: Path, cluster: None, draftmill_here: Command
+) -> None:
+    log = tmp_path / "requests.log"  # of what an engine is asked
+    config = config_of(tiny, tmp_path, train__cpus_per_worker=1, generate__engine_args={"STUB_LOG": str(log)})
+    path, ctx = save_config(config, tmp_path / "c.yaml"), finish_generate(config)
+    ctx.run.write_config(config)
+    first = draftmill_here("evaluate", str(path))
     assert first.returncode == 0, first.stderr[-2000:]
-    ctx = context(config)
-    identity, asked = id_of(ctx), log.read_text()
+    identity = id_of(ctx)
     weights = (tmp_path / "run/export/draft/model.safetensors").read_bytes()
     times = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run" / PARTS).iterdir()}
-    done = draftmill("forget", str(path), identity)
+    done = draftmill_here("forget", str(path), identity)
     assert done.returncode == 0, done.stderr
     assert "stale" in done.stdout and "train, export, evaluate" in done.stdout
-    shown = draftmill("status", str(path)).stdout
+    shown = draftmill_here("status", str(path)).stdout
     assert "train     stale    a conversation was forgotten" in shown
-    again = draftmill("evaluate", str(path), env=env)
+    again = draftmill_here("evaluate", str(path))
     assert again.returncode == 0, again.stderr[-2000:]
     stages = json.loads((tmp_path / "run/results.json").read_text())["stages"]
     assert {n for n, s in stages.items() if s["reused"]} == {"ingest", "generate"}
-    assert log.read_text() == asked
+    assert not log.exists()
     assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "run" / PARTS).iterdir() if "00001" not in p.name} == {
         name: time for name, time in times.items() if "00001" not in name
     }
     assert (tmp_path / "run/export/draft/model.safetensors").read_bytes() != weights
     assert not [p for p, text in texts(tmp_path / "run") if identity in text or SECRET in text]
-    assert " stale " not in draftmill("status", str(path)).stdout
+    assert " stale " not in draftmill_here("status", str(path)).stdout

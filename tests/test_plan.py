@@ -38,7 +38,7 @@ from app.runfolder import RunFolder, sealed, unsealed
 from app.storage import Store
 from app.target import TargetInfo
 from tests.pipelines.finished import finish_generate, stage
-from tests.runs import context, draftmill, prompts, save_config, tiny_config, write_rows
+from tests.runs import Command, context, prompts, save_config, tiny_config, write_rows
 from tests.stubs import HIDDEN, states_of
 
 KIMI = Shape(  # CONTRACTS.md section 8
@@ -211,6 +211,21 @@ def test_time_scales_with_engines_workers_and_epochs() -> None:
     assert hours["ingest"] == 0
 
 
+def test_a_sweep_of_the_bench_is_planned_whole() -> None:
+    """Three engines, one without the draft, and at each concurrency a pass of every one."""
+    stats = one_source([(100, 400)], rows=1000)
+
+    def bench_s(bench: dict[str, object]) -> float:
+        config = parse_config({"sources": [{"path": "x.jsonl"}], "bench": bench}, "test")
+        plan = a_plan(config, stats, KIMI, EIGHT, bench_start_s=10, bench_tokens_per_s=100, draft_tokens_per_s=200)
+        return next(s.seconds for s in plan.stages if s.name == "bench")
+
+    tokens = 64 * 400
+    assert bench_s({}) == pytest.approx(2 * 10 + tokens / 100 + tokens / 200)
+    swept = bench_s({"draft_tokens": [3, 5], "concurrency": [1, 8, 32], "repeats": 2})
+    assert swept == pytest.approx(3 * 10 + 2 * 3 * (tokens / 100 + 2 * tokens / 200))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -243,7 +258,14 @@ def test_training_memory_is_a_limit() -> None:
     config = parse_config({"sources": [{"path": "x"}], "train": {"unroll_steps": 16}}, "test")
     shape = replace(KIMI, target_bytes=1)
     with pytest.raises(UserError, match=r"lower generate.max_length .*train.unroll_steps"):
-        a_plan(config, one_source([(100, 400)]), shape, replace(EIGHT, gpu_memory_gib=40)).require_fit()
+        a_plan(config, one_source([(100, 400)]), shape, replace(EIGHT, gpu_memory_gib=20)).require_fit()
+    # Steps made again need less: short documents fit twice that, and long ones where they are cut.
+    a_plan(config, one_source([(100, 400)]), shape, replace(EIGHT, gpu_memory_gib=40)).require_fit()
+    long = one_source([(536, 65_000)])
+    with pytest.raises(UserError, match="training needs about"):
+        a_plan(config, long, shape, replace(EIGHT, gpu_memory_gib=64)).require_fit()
+    cut = config.model_copy(update={"train": config.train.model_copy(update={"max_document": 8192})})
+    a_plan(cut, long, shape, replace(EIGHT, gpu_memory_gib=64)).require_fit()
 
 
 @pytest.fixture
@@ -363,13 +385,17 @@ def test_bad_assumptions_are_one_sentence(run: Config, tmp_path: Path, text: str
         parse_assumptions([text], (*TOKEN_KEYS, *RATE_KEYS))
 
 
-def test_the_command_line_ends_with_a_sentence_and_status_1(run: Config, tmp_path: Path) -> None:
+def test_the_command_line_ends_with_a_sentence_and_status_1(
+    run: Config, tmp_path: Path, draftmill_here: Command
+) -> None:
     path = str(save_config(run, tmp_path / "run.yaml"))
-    done = draftmill("plan", path, "--assume", "rows=1e9,prompt_tokens=100,answer_tokens=16", "--disk-free", "0.001")
+    done = draftmill_here(
+        "plan", path, "--assume", "rows=1e9,prompt_tokens=100,answer_tokens=16", "--disk-free", "0.001"
+    )
     assert done.returncode == 1
     assert "this run cannot fit: 1,000,000,000 rows need" in done.stderr and "Traceback" not in done.stderr
     assert "DOES NOT FIT" in done.stdout
-    assert draftmill("plan", path, "--nodes", "-1").returncode == 1
+    assert draftmill_here("plan", path, "--nodes", "-1").returncode == 1
 
 
 def test_assumed_prompts_must_leave_room() -> None:
@@ -389,6 +415,7 @@ def test_rates_of_fake_timings() -> None:
     several = rates_of(replace(t, engines=2, workers=3))
     assert several["generate_tokens_per_s"] == rates["generate_tokens_per_s"] / 2
     assert several["train_tokens_per_s"] == 1000
+    assert rates_of(replace(t, bench_starts=4))["bench_start_s"] == 7
     assert "bench_start_s" not in rates_of(replace(t, bench_s=None))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -23,6 +23,8 @@ def type_name(annotation: Any) -> str:
         return " \\| ".join(map(str, get_args(annotation)))
     if get_origin(annotation) is Union:
         return " \\| ".join(type_name(a) for a in get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        return type_name(get_args(annotation)[0])
     text = getattr(annotation, "__name__", None) if isinstance(annotation, type) else str(annotation)
     return str(text).replace("typing.", "").replace("|", "\\|").replace("NoneType", "None").replace("None", "null")
 

@@ -149,16 +149,35 @@ def tokens_per_pass(config: Config, on_gpu: bool, longest: int) -> int:
 
 
 def train_memory(shape: Shape, config: Config, on_gpu: bool, longest: int, supervised_share: float) -> float:
-    """Peak bytes of one training worker, roughly."""
-    h = shape.hidden
-    width = DTYPE_BYTES[config.train.compute_dtype]
+    """Peak bytes of one training worker, roughly.
+
+    With a budget for activations, or a GPU for `auto` to look at, the longest document alone must fit and no more.
+    """
+    h, train = shape.hidden, config.train
+    width = DTYPE_BYTES[train.compute_dtype]
+    longest = min(longest, train.max_document or longest)
     tokens = tokens_per_pass(config, on_gpu, longest)
-    weights = (16.0 + width) * shape.trained  # masters, gradients, two moments, the compute copy
-    frozen = shape.value_bytes * shape.vocab * h + width * shape.draft_vocab * h
-    if config.train.out_of_vocab == "drop":
+    spread = train.workers if train.shard else 1
+    moments = 8 if train.optimizer_state == "fp32" else 2
+    weights = ((8.0 + moments) / spread + width) * shape.trained  # masters, gradients, two moments; the compute copy
+    frozen = width * shape.draft_vocab * h
+    if train.embedding_device == "gpu" or not on_gpu:
+        frozen += shape.value_bytes * shape.vocab * h
+    if train.out_of_vocab == "drop":
         frozen += width * shape.vocab * h
     per_row = 7 * h + 2 * shape.query + 2 * shape.key + 3 * shape.intermediate
-    saved = tokens * supervised_share * config.train.unroll_steps * per_row * width
+    saved = tokens * supervised_share * train.unroll_steps * per_row * width
+    if on_gpu or train.activation_gib != "auto":
+        saved = min(saved, _least_activations(shape, train.unroll_steps, longest, supervised_share, width))
     logits = 4 * 4 * min(CHUNK_ELEMENTS["cuda" if on_gpu else "cpu"], tokens * shape.draft_vocab)
     inputs = 3 * tokens * token_bytes(4, h, shape.value_bytes)  # this step and two kept ready
     return weights + frozen + saved + logits + inputs
+
+
+def _least_activations(shape: Shape, steps: int, tokens: int, supervised_share: float, width: int) -> float:
+    """Bytes of a document whose unroll steps are made again in the backward pass (app/train/activations.py): inputs of
+    the steps, the head's gradients, and one step at work."""
+    every = 4.0 * shape.key + supervised_share * (shape.query + 2 * shape.key)
+    inputs = supervised_share * steps * (2 * shape.hidden + 2 * shape.key)
+    at_work = supervised_share * (7 * shape.intermediate + 6 * shape.hidden + 2 * shape.query + 2 * steps * shape.key)
+    return tokens * (every + inputs + at_work) * width

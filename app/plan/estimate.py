@@ -209,8 +209,10 @@ def _stages(
     answers = sum(s.answer for s in stats.sources if s.use == "regenerate") * held
     if config.bench.max_new_tokens is not None:
         answers *= min(1.0, config.bench.max_new_tokens / g.max_new_tokens)
-    once = answers / rates.bench_tokens_per_s.value + answers / rates.draft_tokens_per_s.value
-    bench = 2 * rates.bench_start_s.value + config.bench.repeats * once if answers else 0.0
+    ks, settings = config.bench.drafting(config.evaluate.num_draft_tokens), len(config.bench.concurrencies)
+    once = answers / rates.bench_tokens_per_s.value + len(ks) * answers / rates.draft_tokens_per_s.value
+    passes = config.bench.repeats * settings * once
+    bench = (1 + len(ks)) * rates.bench_start_s.value + passes if answers else 0.0
     walk = 1.5 + stats.tokens * held / (_EVALUATE_GAIN * rates.train_tokens_per_s.value) if held else 0.0
     engine_gpus = tensor_parallel if hardware.on_gpu else 0
     return [

@@ -253,7 +253,7 @@ def rough_rates(shape: Shape, config: Config, hardware: Hardware, supervised_sha
             _CPU_TRAIN * min(cores, config.train.cpus_per_worker), 22, 15, 14, 0.55,
             f"rough: a 135M target on 2 cores, by parameters and {cores} cores",
         )  # fmt: skip
-    concurrent = min(1.0, (config.bench.concurrency / config.generate.max_num_seqs) ** 0.5)
+    concurrent = min(1.0, (config.bench.concurrencies[0] / config.generate.max_num_seqs) ** 0.5)
     served = speed.decode * concurrent * 1.25 if not hardware.on_gpu else speed.decode * concurrent
     train = speed.operations / train_operations(shape, config.train.unroll_steps, supervised_share)
 

@@ -32,6 +32,7 @@ class Timings:
     workers: int = 1
     bench_s: float | None = None
     bench_passes_s: float = 0.0
+    bench_starts: int = 2
     bench_tokens_per_s: float | None = None
     draft_tokens_per_s: float | None = None
     on_gpu: bool = False
@@ -52,7 +53,7 @@ def rates_of(t: Timings) -> dict[str, float]:
     if t.bench_s is not None and t.bench_tokens_per_s and t.draft_tokens_per_s:
         values["bench_tokens_per_s"] = t.bench_tokens_per_s
         values["draft_tokens_per_s"] = t.draft_tokens_per_s
-        values["bench_start_s"] = max(0.1, (t.bench_s - t.bench_passes_s) / 2)
+        values["bench_start_s"] = max(0.1, (t.bench_s - t.bench_passes_s) / t.bench_starts)
     return values
 
 
@@ -69,7 +70,6 @@ def timings_of(run: RunFolder, engines: int, workers: int, on_gpu: bool) -> Timi
     tokens = generate.counts["tokens"]
     train, bench = run.manifest("train"), run.manifest("bench")
     steady, trained = _train_log(run) if train is not None else (None, 0.0)
-    seconds = bench.counts["seconds"] if bench is not None else {"baseline": [], "draft": []}
     speed = bench.counts["tokens_per_second"] if bench is not None else {}
     return Timings(
         generate_s=generate.seconds,
@@ -82,7 +82,8 @@ def timings_of(run: RunFolder, engines: int, workers: int, on_gpu: bool) -> Timi
         train_tokens_per_s=steady,
         workers=workers,
         bench_s=bench.seconds if bench is not None else None,
-        bench_passes_s=sum(seconds["baseline"]) + sum(seconds["draft"]),
+        bench_passes_s=bench.counts["passes_s"] if bench is not None else 0.0,
+        bench_starts=bench.counts["server_starts"] if bench is not None else 2,
         bench_tokens_per_s=speed.get("baseline"),
         draft_tokens_per_s=speed.get("draft"),
         on_gpu=on_gpu,

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from app.config import Config
 from app.plan.hardware import Hardware, Rates
@@ -19,6 +20,16 @@ log = logging.getLogger("draftmill")
 _TRAIN_S = 30.0
 _GENERATE_S = 45.0
 _LEAST, _MOST = 16, 4096  # rows
+# Of the bench: one setting, by an engine of our own, with the held-out prompts alone.
+_ONE_CELL: dict[str, Any] = {
+    "repeats": 1,
+    "draft_tokens": None,
+    "temperature": 0.0,
+    "domain_pass": False,
+    "sets": [],
+    "server": None,
+    "baseline_server": None,
+}
 
 
 def probe_config(config: Config, folder: str, stats: TokenStats, rates: Rates) -> Config:
@@ -27,7 +38,7 @@ def probe_config(config: Config, folder: str, stats: TokenStats, rates: Rates) -
     mean = stats.decoded / max(1, stats.rows)
     by_time = round(_GENERATE_S * rates.generate_tokens_per_s.value / max(1.0, mean))
     rows = max(_LEAST, min(_MOST, by_time, 6 * g.max_num_seqs), min(3 * g.max_num_seqs, by_time))
-    held = max(4, min(config.bench.concurrency, rows // 4)) if config.evaluate.holdout else 0
+    held = max(4, min(config.bench.concurrencies[0], rows // 4)) if config.evaluate.holdout else 0
     each = max(2, -(-rows // len(config.sources)))
     sources = [
         s.model_copy(update={"count": each, "share": None, "limit": min(s.limit or 50 * each, 50 * each)})
@@ -44,7 +55,7 @@ def probe_config(config: Config, folder: str, stats: TokenStats, rates: Rates) -
                 update={"epochs": epochs, "workers": 1, "validation_share": 0.0, "checkpoint_every_s": 3600.0}
             ),
             "evaluate": config.evaluate.model_copy(update={"holdout": held, "bootstrap": 10}),
-            "bench": config.bench.model_copy(update={"repeats": 1}),
+            "bench": config.bench.model_copy(update=_ONE_CELL | {"concurrency": config.bench.concurrencies[0]}),
             "storage": config.storage.model_copy(update={"rows_per_part": 2 * each * len(sources)}),
         }
     )

@@ -90,6 +90,7 @@ class Pack:
     documents: tuple[Document, ...]
     bounds: tuple[tuple[int, ...], ...]  # per step, N_0 + 1 numbers: how many of `ahead` are below i
     tokens: int  # of the whole documents
+    embedded: Tensor | None = None  # [R, H] the embedding's rows of next_ids, where they were looked up before
 
     @property
     def counts(self) -> list[int]:

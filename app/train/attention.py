@@ -16,8 +16,10 @@ from torch import Tensor
 from app.train.alignment import Pack
 from app.train.fusion import fused_on_gpu
 
-# Queries scored at once on the path without a flash kernel: [heads, QUERY_BLOCK, L] scores live for a moment.
+# Queries scored at once on the path without a flash kernel: [heads, n, L] scores live for a moment, and no more of them
+# than SCORE_ELEMENTS.
 QUERY_BLOCK = 512
+SCORE_ELEMENTS = 2**26
 
 
 def attend(
@@ -111,7 +113,7 @@ def _documents_forward(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> tuple[Ten
     scale, heads, kv = q.shape[-1] ** -0.5, q.shape[1], k.shape[1]
     out = torch.empty_like(q)  # [slots, heads, d]
     lse = q.new_empty(heads, len(q), dtype=_stat_dtype(q))  # [heads, slots]
-    for block, key_rows, hidden in _blocks(pack, q.device):
+    for block, key_rows, hidden in _blocks(pack, heads, q.device):
         queries = _by_key_head(q[block], kv) * scale  # [kv, g*n, d]
         scores = _masked_scores(queries, k[key_rows], hidden)  # [kv, g*n, L]
         top = scores.amax(-1, keepdim=True)  # [kv, g*n, 1]
@@ -132,7 +134,7 @@ def _documents_backward(
     scale, kv = q.shape[-1] ** -0.5, k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     delta = _dot(grad, out).T  # [heads, slots]
-    for block, key_rows, hidden in _blocks(pack, q.device):
+    for block, key_rows, hidden in _blocks(pack, q.shape[1], q.device):
         queries = _by_key_head(q[block], kv) * scale  # [kv, g*n, d]
         rounded = lse[:, block].to(q.dtype)  # [heads, n]
         rest = torch.exp(rounded - lse[:, block])  # [heads, n], puts back what rounding took from the lse
@@ -148,11 +150,12 @@ def _documents_backward(
     return dq, dk, dv
 
 
-def _blocks(pack: Pack, device: torch.device) -> Any:
+def _blocks(pack: Pack, heads: int, device: torch.device) -> Any:
     """Blocks of n queries of a document: slots, rows they see, [n, n] True where the last n are hidden."""
     for d in pack.documents:
-        for low in range(d.first, d.end, QUERY_BLOCK):
-            high = min(low + QUERY_BLOCK, d.end)
+        size = max(1, min(QUERY_BLOCK, SCORE_ELEMENTS // (heads * (d.end - d.start))))
+        for low in range(d.first, d.end, size):
+            high = min(low + size, d.end)
             hidden = torch.ones(high - low, high - low, dtype=torch.bool, device=device).triu_(1)
             yield slice(d.slot + low - d.first, d.slot + high - d.first), slice(d.start, high), hidden
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 import queue
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from app.errors import UserError
+from app.train.activations import Rows
 from app.train.alignment import Pack, pack
 
 # Work of one supervised row over that of an unsupervised one, about; it only balances ranks.
@@ -46,8 +48,9 @@ class SampleSource(Protocol):
 class StepPlan:
     """The samples of every step of every epoch.
 
-    Samples that teach nothing are left out (`left_out`). Each of the `steps_per_epoch` steps holds at least
-    one sample and about the same number of tokens; there is no short last step.
+    Samples that teach nothing are left out (`left_out`), too long ones are cut (`cut`, together by `cut_tokens`).
+    Each of the `steps_per_epoch` steps holds at least one sample and about the same number of tokens: there is no short
+    last step, and a sample of more tokens than a step is a step of its own.
     """
 
     def __init__(self, infos: Sequence[SampleLength], tokens_per_step: int, seed: int, max_tokens: int) -> None:
@@ -64,7 +67,8 @@ class StepPlan:
             raise UserError("no training sample has two supervised tokens in a row; look at the loss masks")
         self.tokens = {i: min(infos[i].num_tokens, max_tokens) for i in self.indices}
         self.cost = {i: n + SUPERVISED_COST * min(infos[i].num_supervised, n) for i, n in self.tokens.items()}
-        self.cut = sum(infos[i].num_tokens > max_tokens for i in self.indices)
+        over = [infos[i].num_tokens - max_tokens for i in self.indices if infos[i].num_tokens > max_tokens]
+        self.cut, self.cut_tokens = len(over), sum(over)
         total = sum(self.tokens.values())
         self.steps_per_epoch = min(max(1, round(total / tokens_per_step)), len(self.indices))
 
@@ -118,14 +122,18 @@ class StepLoader:
     def __init__(
         self, source: SampleSource, plan: StepPlan, unroll_steps: int, rank: int = 0, world: int = 1,
         tokens_per_pass: int = 8192, pin: bool = False, ahead: int = 2,
+        fits: Callable[[Rows], bool] = lambda rows: True, embedding: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """A rank's samples of a step become packs of about `tokens_per_pass` tokens, which bounds memory.
+        """A rank's samples of a step become packs of about `tokens_per_pass` tokens that `fits` allows, at least one
+        sample each; this bounds memory.
 
-        `ahead` steps are kept ready; `pin` puts them into pinned memory for copies to a GPU.
+        `ahead` steps are kept ready; `pin` puts them into pinned memory for copies to a GPU. With `embedding` [V, H],
+        on the CPU, packs bring the rows of it that they read.
         """
         self.source, self.plan, self.unroll_steps = source, plan, unroll_steps
         self.rank, self.world = rank, world
         self.tokens_per_pass, self.pin, self.ahead = tokens_per_pass, pin, ahead
+        self.fits, self.embedding = fits, embedding
 
     def steps(self, start: int, end: int) -> Iterator[LoadedStep]:
         """The steps start .. end-1, counted over all epochs. Errors of the reading thread are raised here."""
@@ -171,18 +179,26 @@ class StepLoader:
         mine = self.plan.share(step, self.world)[self.rank]
         packs: list[Pack] = []
         group: list[Any] = []
-        held = 0
+        held, rows = 0, self._nothing
         for i, sample in zip(mine, readers.map(self._read, mine), strict=True):
-            size = self.plan.tokens[i]
-            if group and held + size > self.tokens_per_pass:
-                packs.append(pack(group, self.unroll_steps))
-                group, held = [], 0
+            size, more = self.plan.tokens[i], Rows.of_mask(sample.loss_mask, self.unroll_steps)
+            if group and (held + size > self.tokens_per_pass or not self.fits(rows + more)):
+                packs.append(self._pack(group))
+                group, held, rows = [], 0, self._nothing
             group.append(sample)
-            held += size
-        packs.append(pack(group, self.unroll_steps))
-        if self.pin:
-            packs = [p.pin() for p in packs]
+            held, rows = held + size, rows + more
+        packs.append(self._pack(group))
         return LoadedStep(index, epoch, mine, packs, sum(self.plan.tokens[i] for i in mine))
+
+    @property
+    def _nothing(self) -> Rows:
+        return Rows(0, 0, (0,) * self.unroll_steps)
+
+    def _pack(self, samples: list[Any]) -> Pack:
+        packed = pack(samples, self.unroll_steps)
+        if self.embedding is not None:
+            packed = replace(packed, embedded=self.embedding[packed.next_ids])
+        return packed.pin() if self.pin else packed
 
     def _read(self, index: int) -> Any:
         return cut(self.source[index], self.plan.max_tokens)

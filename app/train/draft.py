@@ -19,8 +19,8 @@ from app.draft_config import DraftConfig
 from app.errors import UserError
 from app.rope import Rope
 from app.target import TargetHead
-from app.train.fusion import fused_on_gpu, rms_norm
-from app.train.recompute import norm_linear, swiglu_linear
+from app.train.fusion import fused_on_gpu
+from app.train.recompute import norm, norm_linear, swiglu_linear
 
 T = TypeVar("T")
 # Standard deviation of an untrained draft's logits.
@@ -193,6 +193,13 @@ class Eagle3Draft(nn.Module):
         if "embed_tokens.weight" in state:
             self.embed_tokens.weight = state["embed_tokens.weight"].clone().to(self.d2t.device)
 
+    def place(self, device: torch.device, embedding_device: torch.device) -> None:
+        """Move the draft to `device`, its embedding to a device of its own."""
+        weight = self.embed_tokens.weight
+        self.embed_tokens.weight = weight.new_empty(0)
+        self.to(device)
+        self.embed_tokens.weight = weight.to(embedding_device)
+
     def check_loaded(self) -> None:
         """Raises UserError if any weight is NaN or infinite: something was not loaded, or training broke."""
         tensors = {**dict(self.named_parameters()), "embed_tokens.weight": self.embed_tokens.weight}
@@ -238,11 +245,11 @@ class CastDraft:
     def q_size(self) -> int:
         return self.draft.config.num_attention_heads * self.draft.config.head_dim
 
-    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
-        return rms_norm(x, norm.weight, self.draft.config.rms_norm_eps)
+    def _norm(self, x: Tensor, gain: Norm) -> Tensor:
+        return norm(x, gain.weight, self.draft.config.rms_norm_eps)
 
-    def _norm_linear(self, x: Tensor, norm: Norm, weight: Tensor) -> Tensor:
-        return norm_linear(x, norm.weight, weight, self.draft.config.rms_norm_eps)
+    def _norm_linear(self, x: Tensor, gain: Norm, weight: Tensor) -> Tensor:
+        return norm_linear(x, gain.weight, weight, self.draft.config.rms_norm_eps)
 
     def fuse(self, aux: Tensor) -> Tensor:
         """g = fc(aux): aux [N, 3*Ht] -> [N, H]."""
@@ -255,9 +262,14 @@ class CastDraft:
             x = torch.cat([self._norm(p, n) for p, n in parts], -1)  # type: ignore[arg-type]
         return F.linear(x, self.fc)
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """input_layernorm(embedding): target ids [N] -> [N, H]."""
-        return self._norm(self.draft.embed_tokens.weight[ids].to(self.dtype), self.draft.midlayer.input_layernorm)
+    def embedding(self, ids: Tensor) -> Tensor:
+        """Rows of the embedding: target ids [N] -> [N, H] on their device, wherever the embedding lies."""
+        weight = self.draft.embed_tokens.weight  # [V, H]
+        return weight[ids.to(weight.device)].to(ids.device, self.dtype)
+
+    def embed_qkv(self, embedding: Tensor, part: slice = slice(None)) -> Tensor:
+        """The embedding's share of q, k and v, or of a part of them: [N, H] -> [N, q + 2 kv]."""
+        return self._norm_linear(embedding, self.draft.midlayer.input_layernorm, self.qkv_embed[part])
 
     def norm_state(self, state: Tensor) -> Tensor:
         """hidden_norm(state): [N, H] -> [N, H]."""
@@ -273,9 +285,9 @@ class CastDraft:
         """[N, n * head_dim] -> [N, n, head_dim]."""
         return x.unflatten(-1, (-1, self.draft.config.head_dim))
 
-    def state_qkv(self, state: Tensor) -> Tensor:
-        """The state's share of q, k and v: [N, H] -> [N, q + 2 kv]."""
-        return self._norm_linear(state, self.draft.midlayer.hidden_norm, self.qkv_state)
+    def state_qkv(self, state: Tensor, part: slice = slice(None)) -> Tensor:
+        """The state's share of q, k and v, or of a part of them: [N, H] -> [N, q + 2 kv]."""
+        return self._norm_linear(state, self.draft.midlayer.hidden_norm, self.qkv_state[part])
 
     def finish(self, attended: Tensor, state: Tensor) -> Tensor:
         """o_proj, residual, MLP: attended [N, heads, head_dim], state [N, H] -> [N, H] before `norm`."""

@@ -81,6 +81,7 @@ class Acceptance:
     high: float
     rate: float  # accepted / (k * drafts)
     per_position: list[float]  # joint: share of drafts that accepted at least i+1
+    position_intervals: list[tuple[float, float]]  # 95 % interval of each, as of the length
     by_domain: dict[str, Acceptance]
 
     def to_json(self) -> dict[str, Any]:
@@ -251,11 +252,18 @@ def _acceptance(
     drafts, accepted = counts[:, 0], counts[:, 1:].sum(-1)  # [C]
     total, hits = float(drafts.sum()), float(accepted.sum())
     low = high = length = 1 + hits / total if total else 1.0
+    rates = [float(n) / total if total else 0.0 for n in counts[:, 1:].sum(0)]
+    edges = [(rate, rate) for rate in rates]
     if total and bootstrap and len(counts) > 1:
         g = torch.Generator().manual_seed(seed)
         picks = torch.randint(0, len(counts), (bootstrap, len(counts)), generator=g)  # [B, C]
         lengths = 1 + accepted[picks].sum(-1) / drafts[picks].sum(-1).clamp(min=1)  # [B]
-        low, high = torch.quantile(lengths, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+        low, high = torch.quantile(lengths, ends).tolist()
+        for i in range(k):
+            shares = counts[:, i + 1][picks].sum(-1) / drafts[picks].sum(-1).clamp(min=1)  # [B]
+            least, most = torch.quantile(shares, ends).tolist()
+            edges[i] = (least, most)
     return Acceptance(
         drafting=drafting,
         num_draft_tokens=k,
@@ -266,7 +274,8 @@ def _acceptance(
         low=low,
         high=high,
         rate=hits / (k * total) if total else 0.0,
-        per_position=[float(n) / total if total else 0.0 for n in counts[:, 1:].sum(0)],
+        per_position=rates,
+        position_intervals=edges,
         by_domain=by_domain,
     )
 

@@ -9,7 +9,9 @@ shared by all steps; head and loss run over chunks of rows and make their gradie
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from app.train.alignment import Pack
 from app.train.attention import attend
 from app.train.draft import CastDraft, Eagle3Draft, rotate
 from app.train.objective import Buffer, Distribution, Objective, row_losses
+from app.train.recompute import made_again
 
 # Logits alive at once, in elements: a chunk's [rows, Vd]. Larger chunks add up lm_head's gradient less often.
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
@@ -138,13 +141,13 @@ class UnrolledLoss:
         return torch.tensor(rows, dtype=torch.float64)
 
     def __call__(
-        self, pack: Pack, counts: Tensor | None = None, keep: Tensor | None = None
+        self, pack: Pack, counts: Tensor | None = None, keep: Tensor | None = None, again: int = 0
     ) -> tuple[Tensor, StepStats]:
-        """Loss of `pack` (scalar, differentiable) and its statistics.
+        """Loss of `pack` (scalar, differentiable once) and its statistics.
 
         counts [K]: supervised rows of the whole global batch, default this pack's own. With the global counts
         the losses and gradients of all packs of all ranks add up (a sum, not a mean) to those of one big
-        batch.
+        batch. again: parts of the unroll that are made again in the backward pass (`unroll`).
         """
         if not pack.counts[0]:
             none = StepStats.zeros(self.unroll_steps, self.teacher.device)
@@ -152,7 +155,7 @@ class UnrolledLoss:
         own = self.counts(pack, keep)
         total = own if counts is None else counts
         weights = [self.step_decay**k / max(float(n), 1.0) for k, n in enumerate(total)]
-        hidden = torch.cat(unroll(self.draft.cast(self.dtype), pack))  # [sum N_k, H], what lm_head reads
+        hidden = torch.cat(unroll(self.draft.cast(self.dtype), pack, again))  # [sum N_k, H], what lm_head reads
         labels, shares = self.draft.target_to_draft[pack.labels], self.objective.kl_share(self.alpha)
         job = _HeadJob(pack, self.objective, self.teacher, labels, weights, shares, keep, self._buffer)
         loss, sums = _HeadLoss.apply(hidden, self.draft.lm_head.weight, job)
@@ -167,62 +170,93 @@ class UnrolledLoss:
         return held[:rows]
 
 
-def unroll(draft: CastDraft, pack: Pack) -> list[Tensor]:
-    """What lm_head reads at every unroll step: per step [N_k, H] for the rows pack.rows[k]."""
-    q_size = draft.q_size
-    embedded = draft.embed(pack.next_ids)  # [R, H]
-    fused = draft.fuse(decoded(pack.aux))  # [R, H]
-    normed = draft.norm_state(fused)  # [R, H]
-    embed_kv = F.linear(embedded, draft.qkv_embed[q_size:])  # [R, 2 kv]
-    embed_q = F.linear(take(embedded, pack.rows[0]), draft.qkv_embed[:q_size])  # [N_0, q]
+def unroll(draft: CastDraft, pack: Pack, again: int = 0) -> list[Tensor]:
+    """What lm_head reads at every unroll step: per step [N_k, H] for the rows pack.rows[k].
 
-    key, value = (embed_kv + F.linear(normed, draft.qkv_state[q_size:])).chunk(2, -1)  # [R, kv]
-    keys = rotate(draft.heads(key), *draft.rotary(pack.positions))  # [R, kv_heads, head_dim]
-    values = draft.heads(value).contiguous()  # [R, kv_heads, head_dim]
-    own_keys, own_values = keys.new_empty(0, 0, *keys.shape[1:]), keys.new_empty(0, 0, *keys.shape[1:])
-
-    state, normed = take(fused, pack.rows[0]), take(normed, pack.rows[0])  # [N_0, H]
-    query = embed_q + F.linear(normed, draft.qkv_state[:q_size])  # [N_0, q]
-    embed_qkv = torch.cat([embed_q, take(embed_kv, pack.rows[0])], -1)  # [N_0, q + 2 kv]
+    The first `again` of its 1 + K parts, what all steps read and then each step, are made again in the backward pass.
+    """
+    shared = made_again(_shared, draft, pack) if again else _shared(draft, pack)
+    state = shared[-1]  # [N_0, H]
+    own: tuple[Tensor, ...] = ()  # keys and values of the steps before
     outputs: list[Tensor] = []
-    for k, rows in enumerate(pack.rows):
-        rotary = draft.rotary(pack.positions[rows] + k)
-        if k:
-            state = take(state, pack.carry[k])  # [N_k, H]
-            qkv = take(embed_qkv, pack.ahead[k]) + draft.state_qkv(state)  # [N_k, q + 2 kv]
-            kv_size = (qkv.shape[1] - q_size) // 2
-            query, key, value = qkv.split([q_size, kv_size, kv_size], -1)
-            key = rotate(draft.heads(key), *rotary).unsqueeze(0)  # [1, N_k, kv_heads, head_dim]
-            value = draft.heads(value).unsqueeze(0)  # [1, N_k, kv_heads, head_dim]
-            if k > 1:
-                key = torch.cat([take(own_keys, pack.carry[k], 1), key])
-                value = torch.cat([take(own_values, pack.carry[k], 1), value])
-            own_keys, own_values = key, value  # [k, N_k, kv_heads, head_dim]
-        q = rotate(draft.heads(query), *rotary)  # [N_k, heads, head_dim]
-        attended = attend(q, keys, values, own_keys, own_values, pack, k)  # [N_k, heads, head_dim]
-        hidden = draft.finish(attended, state)  # [N_k, H]
-        outputs.append(draft.head_input(hidden))  # [N_k, H]
-        state = draft.next_state(hidden, outputs[-1])  # [N_k, H]
+    for k in range(len(pack.rows)):
+        step = partial(made_again, _step) if k + 1 < again else _step
+        output, state, *more = step(draft, pack, k, state, *shared[:-1], *own)
+        own = (*own, *more)
+        outputs.append(output)
     return outputs
 
 
-def take(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+def _shared(draft: CastDraft, pack: Pack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the steps read: keys and values of step 0 [R, kv_heads, head_dim], the embedding's share of q, k and v
+    [N_0, q + 2 kv], and the first state [N_0, H]."""
+    queries, others = slice(0, draft.q_size), slice(draft.q_size, None)
+    known = pack.embedded
+    embedding = draft.embedding(pack.next_ids) if known is None else known.to(draft.dtype)  # [R, H]
+    fused = draft.fuse(decoded(pack.aux))  # [R, H]
+    embed_kv = draft.embed_qkv(embedding, others)  # [R, 2 kv]
+    key, value = (embed_kv + draft.state_qkv(fused, others)).chunk(2, -1)  # [R, kv]
+    keys = rotate(draft.heads(key), *draft.rotary(pack.positions))  # [R, kv_heads, head_dim]
+    embed_q = draft.embed_qkv(take(embedding, pack.rows[0]), queries)  # [N_0, q]
+    embed_qkv = torch.cat([embed_q, take(embed_kv, pack.rows[0])], -1)  # [N_0, q + 2 kv]
+    return keys, draft.heads(value).contiguous(), embed_qkv, take(fused, pack.rows[0])
+
+
+def _step(
+    draft: CastDraft, pack: Pack, k: int, state: Tensor, keys: Tensor, values: Tensor, embed_qkv: Tensor, *own: Tensor
+) -> tuple[Tensor, ...]:
+    """Unroll step k: what lm_head reads, the next state [N_k, H] each, and from step 1 on the rows' own key and value
+    [N_k, kv_heads, head_dim].
+
+    state [N_{k-1}, H] (of step 0: [N_0, H]), own: what steps 1 .. k-1 gave as key and value, one after the other.
+    """
+    rotary = draft.rotary(pack.positions[pack.rows[k]] + k)
+    query_size = draft.q_size
+    more: tuple[Tensor, ...] = ()
+    if k == 0:
+        query = embed_qkv[:, :query_size] + draft.state_qkv(state, slice(0, query_size))  # [N_0, q]
+        own_keys = own_values = keys.new_empty(0, 0, *keys.shape[1:])
+    else:
+        state = take(state, pack.carry[k])  # [N_k, H]
+        qkv = take(embed_qkv, pack.ahead[k]) + draft.state_qkv(state)  # [N_k, q + 2 kv]
+        key_size = (qkv.shape[1] - query_size) // 2
+        query, key, value = qkv.split([query_size, key_size, key_size], -1)
+        more = (rotate(draft.heads(key), *rotary), draft.heads(value).contiguous())  # [N_k, kv_heads, head_dim]
+        own_keys, own_values = (torch.stack([*_carried(own[i::2], pack, k), more[i]]) for i in (0, 1))
+    q = rotate(draft.heads(query), *rotary)  # [N_k, heads, head_dim]
+    attended = attend(q, keys, values, own_keys, own_values, pack, k)  # [N_k, heads, head_dim]
+    hidden = draft.finish(attended, state)  # [N_k, H]
+    output = draft.head_input(hidden)  # [N_k, H]
+    return output, draft.next_state(hidden, output), *more
+
+
+def _carried(own: Sequence[Tensor], pack: Pack, k: int) -> list[Tensor]:
+    """Of steps 1 .. k-1 what belongs to the rows of step k: own [N_j, ...] -> [N_k, ...] each."""
+    found: list[Tensor] = []
+    place = pack.carry[k]  # [N_k], among the rows of step k-1
+    for j in range(len(own), 0, -1):
+        found.append(take(own[j - 1], place))
+        place = pack.carry[j][place]  # [N_k], among those of step j-1
+    return found[::-1]
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
     """Rows `index` of x, each at most once: the gradient is then a copy, not a sum."""
-    out: Tensor = _Take.apply(x, index, dim)
+    out: Tensor = _Take.apply(x, index)
     return out
 
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.shape, ctx.dim = x.shape, dim
-        return x.index_select(dim, index)
+        ctx.shape = x.shape
+        return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (index,) = ctx.saved_tensors
-        return grads[0].new_zeros(ctx.shape).index_copy_(ctx.dim, index, grads[0]), None, None
+        return grads[0].new_zeros(ctx.shape).index_copy_(0, index, grads[0]), None
 
 
 @dataclass(frozen=True)
@@ -295,8 +329,8 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * grads[0].to(d_hidden.dtype), d_weight * grads[0].to(d_weight.dtype), None
+        d_hidden, d_weight = ctx.saved_tensors  # scaled in place: a second copy would be alive with all activations
+        return d_hidden.mul_(grads[0].to(d_hidden.dtype)), d_weight.mul_(grads[0].to(d_weight.dtype)), None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -19,14 +19,19 @@ from app.train.ranks import Ranks
 T = TypeVar("T")
 
 
-def shard(draft: Eagle3Draft, device: torch.device) -> None:
-    """Spread the parameters of `draft`, alike on every rank, over all ranks; it stays one unit."""
+def shard(draft: Eagle3Draft, device: torch.device, embedding_device: torch.device) -> None:
+    """Spread the parameters of `draft`, alike on every rank, over all ranks; it stays one unit.
+
+    The frozen embedding, of which a step reads a few rows, stays whole on `embedding_device`.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     ranks = Ranks()
     mesh = init_device_mesh(device.type, (ranks.world,))
+    embedding, draft.embed_tokens.weight = draft.embed_tokens.weight, torch.empty(0)  # it would be moved too
     fully_shard(draft, mesh=mesh, reshard_after_forward=False)
+    draft.embed_tokens.weight = embedding.to(embedding_device)
     unit: Any = draft
     unit.set_gradient_divide_factor(1.0)  # the losses of all ranks add up
     unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
@@ -88,6 +93,19 @@ def full(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor of a parameter."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def relaid(part: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a tensor that is laid out as `parameter` is."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements = parameter.device_mesh, parameter.placements
+    whole: Tensor = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return whole
 
 
 def like(value: Tensor, parameter: Tensor) -> Tensor:

@@ -96,6 +96,8 @@ def train_in(ctx: StageContext, place: Place) -> tuple[dict[str, Any], DraftConf
         if initial is not None:
             warm_start.place(initial, own)
         own.write_json(_INPUTS, inputs)  # last: what it stands for is there
+    elif initial is not None and not warm_start.is_placed(own):
+        warm_start.place(initial, own)  # cleaned since
     own.delete(_FAULT)
     own.delete(StopRequest.PATH)
     connect(config.ray)

@@ -28,6 +28,7 @@ from app.errors import UserError
 from app.runfolder import sealed, unsealed
 from app.storage import Store, file_sha256
 from app.train.draft import Eagle3Draft
+from app.train.eight_bit import MOMENTS, EightBitAdamW
 from app.train.sharding import full, like
 
 log = logging.getLogger("draftmill")
@@ -124,19 +125,22 @@ def load_draft_state(config: DraftConfig, weights: dict[str, Tensor], embed_toke
 
 def optimizer_tensors(draft: Eagle3Draft, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state as named tensors `<parameter>/<key>`; keys exp_avg, exp_avg_sq, step."""
-    return {
-        f"{name}/{key}": full(value.detach()).clone()
-        for name, p in draft.named_parameters()
-        for key, value in optimizer.state[p].items()
-    }
+    found: dict[str, Tensor] = {}
+    for name, p in draft.named_parameters():
+        state = optimizer.tensors(p) if isinstance(optimizer, EightBitAdamW) else optimizer.state[p]
+        found |= {f"{name}/{key}": full(value.detach()).clone() for key, value in state.items()}
+    return found
 
 
 def restore_optimizer(draft: Eagle3Draft, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put `optimizer_tensors` back; the moments stay fp32."""
+    """Put `optimizer_tensors` back, in the precision that `optimizer` keeps."""
     for name, p in draft.named_parameters():
         if f"{name}/step" not in tensors:  # every step so far was skipped
             continue
-        for key in ("exp_avg", "exp_avg_sq"):
+        if isinstance(optimizer, EightBitAdamW):
+            optimizer.load(p, {key: tensors[f"{name}/{key}"] for key in (*MOMENTS, "step")})
+            continue
+        for key in MOMENTS:
             optimizer.state[p][key] = like(tensors[f"{name}/{key}"], p)
         step = tensors[f"{name}/step"]
         optimizer.state[p]["step"] = step.to(p.device) if p.is_cuda else step

@@ -22,12 +22,15 @@ import torch
 from torch import Tensor
 
 from app.config import TrainConfig
+from app.draft_config import DraftConfig
 from app.storage import Store
 from app.target import TargetHead
 from app.train import sharding
+from app.train.activations import GIB, Activations, Rows, room
 from app.train.alignment import pack
 from app.train.data import LoadedStep, SampleSource, StepLoader, StepPlan, cut, on_device
 from app.train.draft import Eagle3Draft
+from app.train.eight_bit import EightBitAdamW
 from app.train.evaluate import GreedyDraft, Tally, batches, summarise, walk
 from app.train.guards import BadSteps, Watch, suspects
 from app.train.loss import StepStats, UnrolledLoss
@@ -52,7 +55,7 @@ log = logging.getLogger("draftmill")
 # Settings that change how a run is carried out, never what it computes.
 EXECUTION_KEYS = (
     "workers", "shard", "use_gpu", "cpus_per_worker", "checkpoint_every_s", "keep_checkpoints", "max_bad_steps",
-    "min_teacher_agreement", "trackers",
+    "min_teacher_agreement", "trackers", "activation_gib", "embedding_device",
 )  # fmt: skip
 TOKENS_PER_PASS = {"cpu": 4096, "cuda": 8192}
 LOG_LINES = 2000
@@ -82,19 +85,21 @@ class Trainer:
     def __init__(self, job: TrainJob, ranks: Ranks | None = None) -> None:
         c = job.config
         self.job, self.config, self.ranks = job, c, ranks or Ranks()
-        self.draft = job.draft.to(job.device)
+        self.draft = job.draft
         self.draft.check_loaded()
+        where = CPU if c.embedding_device == "cpu" else job.device
+        self.draft.place(job.device, where)
         self.ranks.same_start(self.draft.parameters())
         self.fingerprint = self._fingerprint(self.draft)
         saved = load_latest(job.store, self.fingerprint)
         if saved is not None:
             self.draft.load_exported(saved.weights)
         if c.shard and self.ranks.active:
-            sharding.shard(self.draft, job.device)
+            sharding.shard(self.draft, job.device, where)
         self.dtype = usable_dtype(c.compute_dtype, job.device)
         self.loss = UnrolledLoss(self.draft, job.head, c.unroll_steps, c.step_decay, self.dtype, Objective.of(c))
-        max_tokens = self.draft.config.max_position_embeddings
-        self.plan = StepPlan(job.train.infos, c.tokens_per_step, c.seed, max_tokens)
+        self.plan = StepPlan(job.train.infos, c.tokens_per_step, c.seed, longest_document(c, self.draft.config))
+        self.activations = self._activations()
         self.total_steps = max(1, round(c.epochs * self.plan.steps_per_epoch))
         self.validation_steps = self._validation_steps()
         matrices = [p for p in self.draft.parameters() if p.dim() > 1]
@@ -103,7 +108,11 @@ class Trainer:
             {"params": matrices, "weight_decay": c.weight_decay},
             {"params": norms, "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=c.betas, fused=True)
+        self.optimizer: torch.optim.Optimizer
+        if c.optimizer_state == "8bit":
+            self.optimizer = EightBitAdamW(groups, c.learning_rate, c.betas)
+        else:
+            self.optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=c.betas, fused=True)
         self.step, self.seconds, self.waited, self.last_loss = 0, 0.0, 0.0, math.nan
         self.stopped = False
         self.validations: list[dict[str, Any]] = []
@@ -139,6 +148,8 @@ class Trainer:
         loader = StepLoader(
             self.job.train, self.plan, c.unroll_steps, ranks.rank, ranks.world,
             TOKENS_PER_PASS[self.job.device.type], pin=self.job.device.type == "cuda",
+            fits=self.activations.fits_whole,
+            embedding=self.draft.embed_tokens.weight if c.embedding_device == "cpu" else None,
         )  # fmt: skip
         log_every = max(1, self.total_steps // LOG_LINES)
         last_save = last_line = started = time.monotonic()
@@ -225,7 +236,8 @@ class Trainer:
         *counts, save, stop_all = ranks.sum(control).tolist()
         stats: StepStats | None = None
         total = torch.tensor(counts, dtype=torch.float64)
-        jobs = [partial(self.loss, p, total, keep) for p, keep in zip(packs, keeps, strict=True)]
+        again = [self.activations.again(Rows.of_pack(p)) for p in packs]
+        jobs = [partial(self.loss, *job) for job in zip(packs, [total] * len(packs), keeps, again, strict=True)]
         for part in sharding.passes(self.draft, jobs):
             stats = part if stats is None else stats + part
         assert stats is not None
@@ -379,6 +391,28 @@ class Trainer:
         del state["embed_tokens.weight"]  # the target's own, read again from there
         return state
 
+    def _activations(self) -> Activations:
+        """What passes may keep, by the budget; longer documents than the plan takes whole are named.
+
+        Raises:
+            UserError: a document alone needs more.
+        """
+        c, plan, infos = self.config, self.plan, [self.job.train.infos[i] for i in self.plan.indices]
+        if plan.cut and self.ranks.leads:
+            log.warning(
+                "training: %d of %d samples are longer than %d tokens (%s) and are cut there: %d tokens are not learnt",
+                plan.cut, len(infos), plan.max_tokens, limit_name(c, self.draft.config), plan.cut_tokens,
+            )  # fmt: skip
+        if c.activation_gib == "auto":
+            longest = max(plan.tokens.values())
+            budget = room(c, self.draft.config, self.job.device, self.ranks.world, longest)
+            said = "auto, what the memory leaves"
+        else:
+            budget, said = int(c.activation_gib * GIB), "train.activation_gib"
+        activations = Activations(self.draft.config, self.dtype.itemsize, c.unroll_steps, budget)
+        activations.require(infos, plan.max_tokens, said)
+        return activations
+
     def _validation_steps(self) -> set[int]:
         every = self.config.validate_every_epochs * self.plan.steps_per_epoch
         return {round(i * every) for i in range(1, int(self.total_steps / every) + 1)} - {0} | {self.total_steps}
@@ -394,6 +428,18 @@ class Trainer:
             self.job.initial_digest,
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def longest_document(config: TrainConfig, draft: DraftConfig) -> int:
+    """Tokens of a document beyond which it is cut."""
+    most = draft.max_position_embeddings
+    return most if config.max_document is None else min(most, config.max_document)
+
+
+def limit_name(config: TrainConfig, draft: DraftConfig) -> str:
+    """Which setting `longest_document` comes from."""
+    own = config.max_document is not None and config.max_document < draft.max_position_embeddings
+    return "train.max_document" if own else "the draft's max_position_embeddings"
 
 
 def usable_dtype(wanted: str, device: torch.device) -> torch.dtype:

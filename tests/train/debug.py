@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 from torch import Tensor
 
 from app.draft_config import DraftConfig
 from app.target import TargetHead
 from app.train.draft import Eagle3Draft
 
+WORKERS = "forkserver"  # one process imports torch and our modules, and all workers of all tests are its forks
 VOCAB = 96
 RULE_TOKENS = 24
 
@@ -185,3 +189,13 @@ def learnable_samples(n: int, head: TargetHead, length: int = 24, seed: int = 0)
         }
         samples.append(FakeSample(**values))
     return samples
+
+
+def run_workers(function: Callable[..., None], args: tuple[Any, ...], world: int) -> None:
+    """Call `function(rank, *args)` in `world` processes of their own.
+
+    Raises:
+        ProcessRaisedException: one of them did; the others are ended.
+    """
+    multiprocessing.get_context(WORKERS).set_forkserver_preload(["tests.train.test_trainer"])
+    mp.start_processes(function, args, nprocs=world, start_method=WORKERS)

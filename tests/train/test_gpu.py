@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -73,6 +75,22 @@ def test_loss_and_gradients_agree_with_the_cpu(objective: Objective) -> None:
     assert loss == pytest.approx(expected, rel=0.02)
     # With bf16's near-ties other rows may be dropped than in fp32.
     assert float(torch.cosine_similarity(flat, gradient, dim=0)) > (0.99 if objective.drop_out_of_vocab else 0.998)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_made_again_and_an_embedding_elsewhere_change_no_gradient(dtype: torch.dtype) -> None:
+    samples, head = random_samples(40, seed=2, longest=80), debug_head()
+    draft = debug_draft(head)
+    draft.place(torch.device("cuda"), torch.device("cpu"))
+    fast, packed = UnrolledLoss(draft, head, 4, 0.8, dtype), pack(samples, 4)
+    found = []
+    for again in range(6):
+        draft.zero_grad()
+        given = replace(packed, embedded=draft.embed_tokens.weight[packed.next_ids]) if again % 2 else packed
+        fast(given.to("cuda"), again=again)[0].backward()
+        found.append(torch.cat([p.grad.flatten() for p in draft.parameters() if p.grad is not None]))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-5)
 
 
 def test_the_walk_agrees_with_the_cpu() -> None:

@@ -22,6 +22,7 @@ from app.storage import Store
 from app.train import trainer as trainer_module
 from app.train.state import Metrics, StopRequest, ask_to_stop, has_best, load_latest, read_weights
 from app.train.trainer import Trainer
+from tests.pipelines.finished import finish_generate
 from tests.runs import ROOT, draftmill, prompts, save_config, tiny_config, write_rows
 from tests.train.killable import killable_job
 from tests.train.test_trainer import Killed, KilledAt, mixed_job, spawn_workers, weights_of
@@ -236,8 +237,9 @@ def test_sigterm_of_the_driver_lets_the_workers_save(tiny: Path, tmp_path: Path)
     """`draftmill train` on Ray: exit 130, a checkpoint at the last step, and the same command goes on there."""
     config = tiny_config(
         tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(30)),
-        train__epochs=400, train__checkpoint_every_s=1e6, train__validate_every_epochs=400, train__cpus_per_worker=1,
+        train__epochs=100, train__checkpoint_every_s=1e6, train__validate_every_epochs=100, train__cpus_per_worker=1,
     )  # fmt: skip
+    finish_generate(config).run.write_config(config)
     path, folder = save_config(config, tmp_path / "c.yaml"), tmp_path / "run" / "train"
     process = subprocess.Popen(
         [sys.executable, "-m", "app", "train", str(path)],

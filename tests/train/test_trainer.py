@@ -31,6 +31,7 @@ from tests.train.debug import (
     kept_ids,
     learnable_samples,
     random_samples,
+    run_workers,
 )
 
 # 40 samples of 24 tokens, 96 tokens a step: 10 steps an epoch.
@@ -243,7 +244,7 @@ def _train(folder: Path, fail_at: int | None, broken: int | None = None) -> None
 
 def spawn_workers(world: int, folder: Path, fail_at: int | None = None, broken_sample: int | None = None) -> None:
     address = folder.parent / f"rendezvous-{folder.name}-{fail_at}-{uuid.uuid4().hex[:6]}"
-    mp.spawn(_worker, (world, str(folder), str(address), fail_at, broken_sample), nprocs=world)
+    run_workers(_worker, (world, str(folder), str(address), fail_at, broken_sample), world)
 
 
 def test_two_workers_equal_one_and_resume_after_one_died(tmp_path: Path) -> None:
