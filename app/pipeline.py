@@ -101,6 +101,7 @@ class Stage:
     outside: Callable[[StageContext], dict[str, str]] | None = None  # digests of things outside the run folder
     unfinished: Callable[[StageContext], str | None] | None = None  # why finished-looking output is not, in words
     check: Callable[[StageContext], None] | None = None  # raises UserError, before any stage of the run begins
+    before: Callable[[StageContext], None] | None = None  # called when the stage is about to be done; may refuse
     after: Callable[[StageContext], None] | None = None  # called when the stage is up to date: what may go then
     version: int = 1
 
@@ -165,6 +166,8 @@ def run_stage(stage: Stage, ctx: StageContext) -> tuple[Manifest, bool]:
     if ctx.lease is not None:
         ctx.lease.check()
         ctx.lease.announce(stage.name)
+    if stage.before is not None:
+        stage.before(ctx)
     inputs = {name: ctx.input(name).digest for name in stage.inputs}
     if stage.outside is not None:
         inputs |= stage.outside(ctx)

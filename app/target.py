@@ -26,7 +26,7 @@ _PIECES, _PIECE = 256, 1 << 16  # bytes
 _TEMPLATE_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
 _REMOTE_TOKENIZER_FILES = ("*.tiktoken", "tiktoken.model", "tokenization_*.py")
 _EMBEDDING = ("embed_tokens.weight", "backbone.embeddings.weight")
-_FINAL_NORM = ("model.norm.weight", "language_model.norm.weight", "norm.weight", "norm_f.weight")
+FINAL_NORM = ("model.norm.weight", "language_model.norm.weight", "norm.weight", "norm_f.weight")
 _HEAD = ("lm_head.weight",)
 _NOT_THE_DECODER = ("vision", "visual", "audio", "mm_projector", "multi_modal_projector", "mtp")
 _PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -308,7 +308,7 @@ def load_target_head(info: TargetInfo) -> TargetHead:
     """
     files = TargetFiles(Path(info.model))
     embed = _plain_tensor(files, "embedding", _EMBEDDING)
-    norm = _plain_tensor(files, "final norm", _FINAL_NORM)
+    norm = _plain_tensor(files, "final norm", FINAL_NORM)
     # A tied config wins over a stored head: engines share the embedding then.
     head = embed if info.tie_word_embeddings else _plain_tensor(files, "output head", _HEAD)
     wanted = (info.vocab_size, info.hidden_size)
