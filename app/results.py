@@ -7,11 +7,13 @@ from typing import Any
 from app.budget import STOPPED_BY, stopped_words
 from app.runfolder import Manifest, RunFolder
 
+_TIMES = ("ttft", "inter_token")  # of a request, medians
+
 
 def collect(run: RunFolder) -> dict[str, Any]:
     """What the manifests of the finished stages say; absent stages leave their keys out."""
     results: dict[str, Any] = {}
-    ingest, generate = _current(run, "ingest"), _current(run, "generate")
+    ingest, generate = current_manifest(run, "ingest"), current_manifest(run, "generate")
     if ingest is not None:
         rejected = dict(ingest.counts["rejected"])
         kept = ingest.counts["kept"]
@@ -42,13 +44,13 @@ def collect(run: RunFolder) -> dict[str, Any]:
             record = generate.extra[STOPPED_BY]
             results[STOPPED_BY] = {**record, "words": stopped_words(record)}
     for stage in ("quality", "vocab", "train", "export", "evaluate", "bench"):
-        manifest = _current(run, stage)
+        manifest = current_manifest(run, stage)
         if manifest is not None:
             results[stage] = manifest.counts
     return results
 
 
-def _current(run: RunFolder, stage: str) -> Manifest | None:
+def current_manifest(run: RunFolder, stage: str) -> Manifest | None:
     """The manifest of a stage, unless an input was made again since: then its numbers are of another run."""
     manifest = run.manifest(stage)
     if manifest is None:
@@ -101,26 +103,37 @@ def summary_lines(url: str, results: dict[str, Any]) -> list[str]:
         )
     bench = results.get("bench")
     if bench:
-        per = ", ".join(f"{100 * p:.1f} %" for p in bench["acceptance_per_position"])
-        line(
-            "served",
-            f"acceptance length {bench['acceptance_length']:.3f} in vLLM, {bench['num_draft_tokens']} draft tokens",
-        )
-        line("", f"by position {per}; rate {100 * bench['acceptance_rate']:.1f} %")
-        speed = bench["tokens_per_second"]
-        line(
-            "speed",
-            f"{speed['baseline']:,.0f} tokens/s without, {speed['draft']:,.0f} with the draft"
-            f" ({bench['speedup']:.2f}x)"
-            + ("" if bench["comparable"] else "; not comparable, other programs took the processor"),
-        )
-        line(
-            "outputs",
-            f"{bench['output_mismatches']} of {bench['prompts']} differ from those without the draft",
-        )
+        for label, text in bench_lines(bench):
+            line(label, text)
     lines.append("")
     for name, timing in results["stages"].items():
         note = f"{timing['seconds']:8.1f} s{'  (reused)' if timing['reused'] else ''}"
         line(name, note)
     lines += ["", f"  report: {url}/report/report.html", ""] if "report" in results["stages"] else [""]
     return lines
+
+
+def bench_lines(bench: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was served: (label, text) of each line; what was compared with nothing is left out."""
+    where = "vLLM" if bench.get("served_by", "our vLLM") == "our vLLM" else bench["served_by"]
+    length = f"acceptance length {bench['acceptance_length']:.3f} in {where}, {bench['num_draft_tokens']} draft tokens"
+    per = ", ".join(f"{100 * p:.1f} %" for p in bench["acceptance_per_position"])
+    by_position = f"by position {per}; " if per else ""
+    lines = [("served", length), ("", f"{by_position}rate {100 * bench['acceptance_rate']:.1f} %")]
+    speed = bench["tokens_per_second"]
+    if bench["speedup"] is None:
+        return [*lines, ("speed", f"{speed['draft']:,.0f} tokens/s with the draft")]
+    busy = "" if bench["comparable"] else "; not comparable, other programs took the processor"
+    tokens = f"{speed['baseline']:,.0f} tokens/s without, {speed['draft']:,.0f} with the draft"
+    lines.append(("speed", f"{tokens} ({bench['speedup']:.2f}x){busy}"))
+    if all((bench.get("latency") or {}).get(side, {}).get("inter_token") for side in ("baseline", "draft")):
+        first, every = ([1e3 * bench["latency"][s][n]["p50"] for s in ("baseline", "draft")] for n in _TIMES)
+        times = f"first token {first[0]:,.0f}, {first[1]:,.0f} ms; a token each {every[0]:.1f}, {every[1]:.1f} ms"
+        lines.append(("", times))
+    lines += [("", text) for text in bench["cost_model"]["lines"][:-1]] if len(bench.get("sweep", [])) > 1 else []
+    test = bench.get("distribution_test")
+    if test is not None:
+        said = "one distribution with and without the draft" if test["p_value"] >= 0.01 else "not of one distribution"
+        return [*lines, ("outputs", f"{said}: p = {test['p_value']:.4f} at temperature {test['temperature']:g}")]
+    told = f"{bench['output_mismatches']} of {bench['prompts']} differ from those without the draft"
+    return [*lines, ("outputs", told)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from app import clean
 from app.captured import CONFIG_KEYS
+from app.doctor import command as doctor
 from app.errors import UserError
 from app.pipeline import Stage
 from app.pipelines import bench, evaluate, export, generate, ingest, quality, report, vocab
@@ -54,6 +55,7 @@ STAGES: tuple[Stage, ...] = (
         execution_keys=train.EXECUTION_KEYS,
         outside=warm_start.outside,
         check=train.check,
+        before=doctor.before_train,
         after=clean.after_train,
     ),
     Stage("export", export.run, inputs=("vocab", "train"), config_keys=("export", "evaluate.num_draft_tokens")),
@@ -70,12 +72,15 @@ STAGES: tuple[Stage, ...] = (
         bench.run,
         inputs=("generate", "export"),
         config_keys=("bench", "generate.max_new_tokens", "evaluate.num_draft_tokens", *_SPLIT),
-        check=evaluate.check,
+        outside=bench.outside,
+        check=bench.check,
+        before=doctor.before_bench,
     ),
     Stage(
         "report",
         report.run,
         inputs=("ingest", "generate", "quality", "vocab", "train", "export", "evaluate", "bench"),
+        before=doctor.before_report,
         after=clean.after_report,
     ),
 )

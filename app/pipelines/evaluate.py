@@ -120,6 +120,7 @@ def as_counts(acceptance: Acceptance) -> dict[str, Any]:
         "interval": [acceptance.low, acceptance.high],
         "acceptance_rate": acceptance.rate,
         "acceptance_per_position": acceptance.per_position,
+        "interval_per_position": [list(ends) for ends in acceptance.position_intervals],
         "num_draft_tokens": acceptance.num_draft_tokens,
         "conversations": acceptance.conversations,
         "drafts": acceptance.drafts,
@@ -128,6 +129,8 @@ def as_counts(acceptance: Acceptance) -> dict[str, Any]:
             name: {
                 "acceptance_length": d.length,
                 "interval": [d.low, d.high],
+                "acceptance_per_position": d.per_position,
+                "interval_per_position": [list(ends) for ends in d.position_intervals],
                 "conversations": d.conversations,
                 "drafts": d.drafts,
             }

@@ -1,0 +1,70 @@
+"""Benchmark sets by path: MT-bench (`turns`), GSM8K (`question`), HumanEval (`prompt`), any shape that sources have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.config import SourceConfig
+from app.errors import RowError, UserError
+from app.redact import redact
+from app.sources.locate import Listing, SourceError, source_digest
+from app.sources.readers import read_rows
+from app.sources.shapes import to_raw
+
+
+def _source_of(path: str) -> SourceConfig:
+    return SourceConfig(path=path)
+
+
+def set_digests(paths: list[str], listing: Listing) -> dict[str, str]:
+    """Digest of each set by what it is called in a manifest.
+
+    Raises:
+        UserError: a set cannot be read.
+    """
+    try:
+        return {f"bench set {p}": source_digest(_source_of(p), listing.files(_source_of(p))) for p in paths}
+    except SourceError as error:
+        raise UserError(f"bench.sets: {error.said}") from error
+
+
+def read_sets(paths: list[str], rows: int, listing: Listing) -> dict[str, list[list[dict[str, Any]]]]:
+    """By the file's name, the first `rows` conversations of each set: what is asked, without recorded answers.
+
+    Raises:
+        UserError: a set cannot be read, a row is no prompt, or two sets have one name.
+    """
+    sets: dict[str, list[list[dict[str, Any]]]] = {}
+    for path in paths:
+        source = _source_of(path)
+        if source.label in sets:
+            raise UserError(f"bench.sets: two files are called {source.label!r}; rename one")
+        chats: list[list[dict[str, Any]]] = []
+        try:
+            for where, row in read_rows(source, listing.files(source)):
+                if len(chats) == rows:
+                    break
+                chats.append(_questions(where, row, path))
+        except SourceError as error:
+            raise UserError(f"bench.sets: {error.said}") from error
+        if not chats:
+            raise UserError(f"bench.sets: {redact(path)} holds no prompt; mend it or take it off the list")
+        sets[source.label] = chats
+    return sets
+
+
+def _questions(where: str, row: Any, path: str) -> list[dict[str, Any]]:
+    """The system and user messages of a row."""
+    try:
+        if isinstance(row, RowError):
+            raise row
+        messages = to_raw(row, {}).messages
+    except RowError as error:
+        raise UserError(
+            f"bench.sets: {where} of {redact(path)} is no prompt ({error.reason}); give rows of a known shape,"
+            " `prompt`, `question`, `turns` or `messages`"
+        ) from error
+    asked = [{"role": m["role"], "content": m["content"]} for m in messages if m["role"] in ("system", "user")]
+    if not any(m["role"] == "user" for m in asked):
+        raise UserError(f"bench.sets: {where} of {redact(path)} asks nothing; give each row a prompt")
+    return asked

@@ -1,0 +1,1 @@
+"""What a run says of itself: the page, the comparison of runs, and the folder to publish."""
