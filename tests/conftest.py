@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from torch import Tensor
 
+from app import cli
 from app.checkpoint import write_checkpoint
+from app.cluster import connect, disconnect
+from app.config import RayConfig
 from app.target import TargetInfo, inspect_target, load_target_head
 from tests.drafts import draft_config, random_tensors
+from tests.runs import Command
 from tests.tiny import make_tiny
+
+
+def pytest_collection_finish() -> None:
+    """What the imports made lives as long as the process: no collection has to look through it again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ray_train_looks_often() -> Iterator[None]:
+    """Ray Train asks its workers every two seconds whether they are done: several seconds of waiting a training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """One local cluster for the tests of a module that run in this process."""
+    connect(RayConfig(num_cpus=2, dashboard=False, object_store_gib=0.1))
+    yield
+    disconnect()
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +91,20 @@ def quiet_log() -> Iterator[None]:
     """For tests that call the command line in this process: its log handler, made for their stderr, goes with them."""
     log = logging.getLogger("draftmill")
     handlers, propagate, level = list(log.handlers), log.propagate, log.level
-    log.handlers = []
+    log.handlers, log.propagate = [], True  # pytest adds its own to a logger that does not propagate
     yield
     log.handlers, log.propagate = handlers, propagate
     log.setLevel(level)
+
+
+@pytest.fixture
+def draftmill_here(capsys: pytest.CaptureFixture[str], quiet_log: None) -> Command:
+    """The command line in this process: without the seconds in which one of its own imports everything."""
+
+    def run(*args: str) -> CompletedProcess[str]:
+        capsys.readouterr()
+        status = cli.run(list(args))
+        said = capsys.readouterr()
+        return CompletedProcess(args, status, said.out, said.err)
+
+    return run

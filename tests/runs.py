@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from app.pipeline import StageContext
 from app.runfolder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
+Command = Callable[..., subprocess.CompletedProcess[str]]  # the command line; its words are the arguments
 
 
 def write_rows(path: Path, rows: list[Any]) -> Path:
@@ -43,6 +45,7 @@ def tiny_config(target: Path, run_dir: Path | str, source: Path, **changes: Any)
             "min_teacher_agreement": 0,
         },
         "evaluate": {"holdout": 2},
+        "doctor": {"before": []},  # nor with those that the target would give
         "ray": {"num_cpus": 2, "dashboard": False, "object_store_gib": 0.1},
         "storage": {"rows_per_part": 10},
     }

@@ -31,6 +31,11 @@ def test_overrides_stand_anywhere(config: str, words: list[str], capsys: pytest.
     assert "epochs: 2.0" in printed and "size: 64" in printed
 
 
+def test_the_format_of_an_export_is_an_override(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", config, "--format", "speculators", "--print-config"]) == 0
+    assert "format: speculators" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("words", [["--prnt-config"], ["--print-config", "no override"], ["--print-config", "-x=1"]])
 def test_a_word_that_fits_nowhere_is_refused(config: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

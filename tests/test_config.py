@@ -64,6 +64,13 @@ def test_trust_remote_code_is_off_unless_asked_for() -> None:
     assert load_config(None, [SOURCE]).target.trust_remote_code is False
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "lots", "true"])
+def test_a_budget_for_activations_is_gib_or_auto(value: str) -> None:
+    with pytest.raises(UserError, match=r"train\.activation_gib = .*: give GiB above 0, or auto$"):
+        load_config(None, [SOURCE, f"train.activation_gib={value}"])
+    assert load_config(None, [SOURCE, "train.activation_gib=1.5"]).train.activation_gib == 1.5
+
+
 def test_the_reference_is_up_to_date() -> None:
     from tests.runs import ROOT
     from tools.config_reference import reference

@@ -15,7 +15,7 @@ import pytest
 
 from app.runfolder import RunFolder
 from app.stages import STAGES
-from tests.runs import ROOT, draftmill, prompts, save_config, tiny_config, write_rows
+from tests.runs import ROOT, Command, draftmill, prompts, save_config, tiny_config, write_rows
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1500)]
 NAMES = [s.name for s in STAGES]
@@ -45,7 +45,9 @@ def check_results(results: dict[str, Any]) -> None:
     assert set(results["stages"]) == set(NAMES)
 
 
-def test_one_command_then_reuse_then_what_depends_on_a_change(tiny: Path, tmp_path: Path) -> None:
+def test_one_command_then_reuse_then_what_depends_on_a_change(
+    tiny: Path, tmp_path: Path, draftmill_here: Command
+) -> None:
     path, run = real_config(tiny, tmp_path, tmp_path / "run"), tmp_path / "run"
     result = draftmill("run", str(path), timeout=900)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -60,13 +62,13 @@ def test_one_command_then_reuse_then_what_depends_on_a_change(tiny: Path, tmp_pa
     serve = json.loads((run / "export" / "serve.json").read_text())
     assert "--speculative-config" in serve["vLLM"] and "--speculative-algorithm EAGLE3" in serve["SGLang"]
 
-    again = draftmill("run", str(path), timeout=300)
+    again = draftmill_here("run", str(path))
     assert again.returncode == 0, again.stderr[-3000:]
     stages = json.loads((run / "results.json").read_text())["stages"]
     assert all(s["reused"] for s in stages.values())
     assert "started a local Ray cluster" not in again.stderr
 
-    status = draftmill("status", str(path), "export.embed_tokens=false")
+    status = draftmill_here("status", str(path), "export.embed_tokens=false")
     assert status.returncode == 0, status.stderr
     lines = {line.split()[0]: line for line in status.stdout.splitlines()[1:]}
     assert "done" in lines["train"]
@@ -100,7 +102,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def test_a_run_folder_on_s3(tiny: Path, tmp_path: Path, s3: str) -> None:
+def test_a_run_folder_on_s3(tiny: Path, tmp_path: Path, s3: str, draftmill_here: Command) -> None:
     path = real_config(tiny, tmp_path, f"{s3}/demo")
     result = draftmill("run", str(path), timeout=900)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -112,11 +114,11 @@ def test_a_run_folder_on_s3(tiny: Path, tmp_path: Path, s3: str) -> None:
     for name in everything:
         if name.endswith((".json", ".yaml", ".log", ".html")):
             assert b"a-secret-of-this-test" not in run.store.fs.cat_file(name), name
-    again = draftmill("run", str(path), timeout=300)
+    again = draftmill_here("run", str(path))
     assert again.returncode == 0, again.stderr[-3000:]
     assert all(s["reused"] for s in run.store.read_json("results.json")["stages"].values())
 
-    missing = draftmill("run", str(path), "run_dir=s3://no-such-bucket/demo", timeout=120)
+    missing = draftmill_here("run", str(path), "run_dir=s3://no-such-bucket/demo")
     assert missing.returncode == 1
     assert "Traceback" not in missing.stderr and "bucket" in missing.stderr
 

@@ -32,7 +32,7 @@ from app.sizing import (
 )
 from app.stages import stages_up_to
 from app.target import inspect_target
-from tests.runs import context, draftmill, prompts, save_config, tiny_config, write_rows
+from tests.runs import context, prompts, tiny_config, write_rows
 
 SMALL = Need(weights=16 * GIB, kv_bytes=128 * 1024, kv_heads=8, heads=32, max_length=4096)
 MIDDLE = replace(SMALL, weights=140 * GIB, heads=64, kv_bytes=320 * 1024)
@@ -275,14 +275,6 @@ def test_gpus_that_others_hold_are_told_of_and_no_group_stays(two_nodes: None, m
             raise AssertionError("there is no room for it")
         assert len(held_groups()) == 1
     assert not held_groups()
-
-
-@pytest.mark.cluster
-def test_one_sentence_says_what_was_chosen_and_why(tiny: Path, tmp_path: Path) -> None:
-    config = tiny_config(tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(5)))
-    result = draftmill("generate", str(save_config(config, tmp_path / "c.yaml")))
-    assert result.returncode == 0, result.stderr
-    assert "generate: 1 engine(s) of 1 CPU engine (no GPU: engines on CPUs)" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from app.engine.base import Completion, EngineSpec, Request
 from app.engine.vllm_engine import VllmEngine
 from tests.tiny import MAX_POSITIONS, TOKENIZER_LEN, VOCAB, make_tokenizer
 
+ROOT = Path(__file__).parents[2]
 SMOL_LAYERS = (2, 15, 27)
 NEW_TOKENS = 40
 TEXTS = (
@@ -147,3 +153,41 @@ def make_mla(folder: Path) -> Path:
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+class Scenarios:
+    """What scenarios of scenarios.py measure, each run once and in a process of its own. While one is waited for, the
+    one after it in `names` runs too: an engine's start fills one core.
+
+    Args:
+        names: keys of `scenario`, in the order of the tests.
+        scenario: a key -> name of the scenario and folder of its target; called in this thread.
+        folder: for what they write.
+    """
+
+    def __init__(self, names: Sequence[str], scenario: Callable[[str], tuple[str, Path]], folder: Path) -> None:
+        self.names, self.scenario, self.folder = names, scenario, folder
+        self.begun: dict[str, Future[dict[str, Any]]] = {}
+        self.pool = ThreadPoolExecutor(2)
+
+    def __call__(self, name: str) -> dict[str, Any]:
+        at = self.names.index(name)
+        for key in self.names[at : at + 2]:
+            if key not in self.begun:
+                self.begun[key] = self.pool.submit(self._measure, *self.scenario(key), self.folder / f"{key}.pt")
+        return self.begun[name].result()
+
+    def _measure(self, scenario: str, model: Path, out: Path) -> dict[str, Any]:
+        command = [sys.executable, "-m", "tests.engine.scenarios", scenario, str(model), str(out)]
+        env = {
+            **os.environ,
+            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve on a busy machine
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # of someone's shell: it must not win over the configured cache
+        }
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, f"{scenario} {model}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+        result: dict[str, Any] = torch.load(out, weights_only=False)
+        return result
+
+    def close(self) -> None:
+        self.pool.shutdown(cancel_futures=True)

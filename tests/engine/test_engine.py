@@ -2,58 +2,44 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from app.packaged import packaged_target
+from tests.engine.helpers import Scenarios
 from tests.tiny import LAYERS
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
 EXACT = 1e-4  # fp32 against fp32; two implementations differ by rounding alone
 
-Run = Callable[[str, Path], dict[str, Any]]
+Run = Callable[[str], dict[str, Any]]
+SCENARIOS = (
+    "tiny", "preempt", "planted", "other_worker", "other_extract", "mla", "auxiliary", "extract", "plain", "smol_bf16",
+)  # fmt: skip
+SMOL = ("auxiliary", "extract", "plain", "smol_bf16")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Run a scenario of scenarios.py once and return what it measured."""
+def run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("scenarios")
-    results: dict[str, dict[str, Any]] = {}
 
-    def once(name: str, model: Path) -> dict[str, Any]:
-        if name not in results:
-            out = folder / f"{name}.pt"
-            command = [sys.executable, "-m", "tests.engine.scenarios", name, str(model), str(out)]
-            env = {
-                **os.environ,
-                "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve on a busy machine
-                "VLLM_CPU_KVCACHE_SPACE": "1",  # of someone's shell: it must not win over the configured cache
-            }
-            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
-            assert done.returncode == 0, f"{name}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-            results[name] = torch.load(out, weights_only=False)
-        return results[name]
+    def scenario(name: str) -> tuple[str, Path]:
+        if name == "mla":
+            return name, folder / name
+        return name, packaged_target("smollm2-135m") if name in SMOL else tiny
 
-    return once
+    scenarios = Scenarios(SCENARIOS, scenario, folder)
+    yield scenarios
+    scenarios.close()
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> Path:
-    return packaged_target("smollm2-135m")
-
-
-def test_every_layer_of_prompt_and_answer_equals_hugging_face(run: Run, tiny: Path) -> None:
+def test_every_layer_of_prompt_and_answer_equals_hugging_face(run: Run) -> None:
     """Chunked prefill (32 tokens a step) and four requests of very different length at once."""
-    got = run("tiny", tiny)
+    got = run("tiny")
     for prompt, answer, shape in got["shapes"]:
         assert shape[:2] == (prompt + answer - 1, LAYERS)
     assert max(max(e) for e in got["embedding_errors"]) == 0.0
@@ -61,14 +47,14 @@ def test_every_layer_of_prompt_and_answer_equals_hugging_face(run: Run, tiny: Pa
     assert got["greedy"] == 1.0
 
 
-def test_prefill_gives_the_same_states(run: Run, tiny: Path) -> None:
-    got = run("tiny", tiny)
+def test_prefill_gives_the_same_states(run: Run) -> None:
+    got = run("tiny")
     assert got["prefill_reasons"] == ["prefill"] * len(got["shapes"])
     assert max(max(e) for e in got["prefill_errors"]) < EXACT
 
 
-def test_a_faulty_request_is_a_row_error_and_the_others_finish(run: Run, tiny: Path) -> None:
-    assert run("tiny", tiny)["row_faults"] == {
+def test_a_faulty_request_is_a_row_error_and_the_others_finish(run: Run) -> None:
+    assert run("tiny")["row_faults"] == {
         "good 0": "Completion",
         "too long": "prompt_too_long",
         "answer too long": "answer_too_long",
@@ -82,36 +68,36 @@ def test_a_faulty_request_is_a_row_error_and_the_others_finish(run: Run, tiny: P
     }
 
 
-def test_an_urgent_request_goes_before_those_that_wait_and_these_keep_their_order(run: Run, tiny: Path) -> None:
-    got = run("tiny", tiny)["order"]
+def test_an_urgent_request_goes_before_those_that_wait_and_these_keep_their_order(run: Run) -> None:
+    got = run("tiny")["order"]
     assert got[0] == "urgent"
     assert sorted(got[1:5]) == [f"row {i}" for i in range(4)]
     assert sorted(got[5:]) == [f"row {i}" for i in range(4, 8)]
 
 
-def test_packed_states_are_the_same_states(run: Run, tiny: Path) -> None:
-    got = run("tiny", tiny)
+def test_packed_states_are_the_same_states(run: Run) -> None:
+    got = run("tiny")
     assert all(got["packed"])
     assert 0 < max(max(e) for e in got["packed_errors"]) < 0.02  # int8's own
     assert got["packed_checks"] == [None] * 4
 
 
-def test_a_cancelled_request_is_aborted_and_its_states_freed(run: Run, tiny: Path) -> None:
-    got = run("tiny", tiny)
+def test_a_cancelled_request_is_aborted_and_its_states_freed(run: Run) -> None:
+    got = run("tiny")
     assert got["cancelled"] == "cancelled, then length"
     assert got["held"] == 0
 
 
-def test_a_dying_engine_fails_every_request_and_leaves_no_thread(run: Run, tiny: Path) -> None:
-    got = run("tiny", tiny)
+def test_a_dying_engine_fails_every_request_and_leaves_no_thread(run: Run) -> None:
+    got = run("tiny")
     assert got["death"]["kinds"] == ["EngineError"] * 3
     assert "planted" in got["death"]["said"]
     assert "planted" in got["death"]["later"]
     assert got["threads"] == []
 
 
-def test_preempted_requests_keep_the_right_states(run: Run, tiny: Path) -> None:
-    got = run("preempt", tiny)
+def test_preempted_requests_keep_the_right_states(run: Run) -> None:
+    got = run("preempt")
     assert got["preempted"] > 0
     assert len(got["sizes"]) == 6
     assert max(max(e) for e in got["errors"]) < EXACT
@@ -119,8 +105,8 @@ def test_preempted_requests_keep_the_right_states(run: Run, tiny: Path) -> None:
     assert got["threads"] == []
 
 
-def test_the_self_check_names_planted_faults(run: Run, tiny: Path) -> None:
-    said = run("planted", tiny)
+def test_the_self_check_names_planted_faults(run: Run) -> None:
+    said = run("planted")
     assert said["healthy"] == said["healthy again"] == "passed"
     for fault, words in {
         "shifted by one": "s_0 is not the token's embedding",
@@ -135,8 +121,8 @@ def test_the_self_check_names_planted_faults(run: Run, tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["other_worker", "other_extract"])
-def test_an_engine_in_another_process_gives_the_same_states(form: str, run: Run, tiny: Path) -> None:
-    got = run(form, tiny)
+def test_an_engine_in_another_process_gives_the_same_states(form: str, run: Run) -> None:
+    got = run(form)
     assert got["children"] > 0
     assert got["cancelled"] == "cancelled, then length"
     assert max(max(e) for e in got["errors"]) < EXACT
@@ -146,23 +132,23 @@ def test_an_engine_in_another_process_gives_the_same_states(form: str, run: Run,
     assert not got["folder_left"]
 
 
-def test_a_class_without_s_0_counts_its_layers_alike(run: Run, tmp_path: Path) -> None:
+def test_a_class_without_s_0_counts_its_layers_alike(run: Run) -> None:
     """DeepSeek-V3's shape: each state is nearest, and equal, to the s_k of its id."""
-    for request in run("mla", tmp_path / "mla")["distances"]:
+    for request in run("mla")["distances"]:
         for k, distances in zip((2, 3, 4, 6), request, strict=True):
             assert distances[k] < EXACT
             assert all(d > 0.1 for j, d in enumerate(distances) if j != k)
 
 
-def test_smollm2_states_equal_hugging_face(run: Run, smollm2: Path) -> None:
-    got = run("auxiliary", smollm2)
+def test_smollm2_states_equal_hugging_face(run: Run) -> None:
+    got = run("auxiliary")
     assert max(max(e) for e in got["errors"]) < EXACT
     assert got["held"] == 0
     assert got["threads"] == []
 
 
-def test_auxiliary_extract_and_prefill_agree(run: Run, smollm2: Path) -> None:
-    auxiliary, extract = run("auxiliary", smollm2), run("extract", smollm2)
+def test_auxiliary_extract_and_prefill_agree(run: Run) -> None:
+    auxiliary, extract = run("auxiliary"), run("extract")
     assert auxiliary["answers"] == extract["answers"]
     for states in (auxiliary["prefill"], extract["states"], extract["prefill"]):
         for got, wanted in zip(states, auxiliary["states"], strict=True):
@@ -172,8 +158,8 @@ def test_auxiliary_extract_and_prefill_agree(run: Run, smollm2: Path) -> None:
     assert extract["threads"] == []
 
 
-def test_answers_are_those_of_plain_generation(run: Run, smollm2: Path) -> None:
-    plain, auxiliary = run("plain", smollm2), run("auxiliary", smollm2)
+def test_answers_are_those_of_plain_generation(run: Run) -> None:
+    plain, auxiliary = run("plain"), run("auxiliary")
     assert auxiliary["answers"] == plain["answers"]
     assert auxiliary["reasons"] == plain["reasons"]
     assert {"stop", "length"} == set(plain["reasons"])
@@ -181,8 +167,8 @@ def test_answers_are_those_of_plain_generation(run: Run, smollm2: Path) -> None:
         assert (answer[-1] == 2) == (reason == "stop")
 
 
-def test_bf16_states_are_as_near_as_hugging_faces_own_bf16(run: Run, smollm2: Path) -> None:
-    got = run("smol_bf16", smollm2)
+def test_bf16_states_are_as_near_as_hugging_faces_own_bf16(run: Run) -> None:
+    got = run("smol_bf16")
     assert got["dtype"] == "torch.bfloat16"
     for ours, theirs in zip(got["ours"], got["hugging_face"], strict=True):
         assert ours < 0.02 or ours < 1.2 * theirs

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.engine.helpers import Scenarios
 from tests.families import LAYERS, make_family
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
 EXACT = 2e-4  # fp32 against fp32; two implementations differ by rounding alone
+FAMILIES = ["qwen2", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "granite", "gemma4"]
+HYBRID = ["qwen3_next", "qwen3_5_moe"]
+MISSING = [f for f in HYBRID if f == "qwen3_5_moe" and importlib.util.find_spec("torchvision") is None]
 
 
-def measure(scenario: str, family: str, folder: Path) -> dict[str, Any]:
-    """What scenarios.py measures on a target of `family`, in a process of its own."""
-    model, out = make_family(folder / family, family), folder / "out.pt"
-    command = [sys.executable, "-m", "tests.engine.scenarios", scenario, str(model), str(out)]
-    env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # spinning threads starve on a busy machine
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{family}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    measured: dict[str, Any] = torch.load(out, weights_only=False)
-    return measured
+@pytest.fixture(scope="module")
+def measure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], dict[str, Any]]]:
+    """What scenarios.py measures on a target of a family."""
+    folder = tmp_path_factory.mktemp("families")
+
+    def scenario(family: str) -> tuple[str, Path]:
+        return f"family_{'bfloat16' if family in HYBRID else 'float32'}", make_family(folder / family, family)
+
+    scenarios = Scenarios([f for f in FAMILIES + HYBRID if f not in MISSING], scenario, folder)
+    yield scenarios
+    scenarios.close()
 
 
 def judge(got: dict[str, Any]) -> None:
@@ -44,9 +46,9 @@ def judge(got: dict[str, Any]) -> None:
         assert min(others) > 2 * distances[k], (k, distances)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "granite", "gemma4"])
-def test_the_states_are_hugging_faces(family: str, tmp_path: Path) -> None:
-    got = measure("family_float32", family, tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_states_are_hugging_faces(family: str, measure: Callable[[str], dict[str, Any]]) -> None:
+    got = measure(family)
     judge(got)
     assert max(got["errors"]) < EXACT
     assert got["greedy"] == 1.0
@@ -54,12 +56,14 @@ def test_the_states_are_hugging_faces(family: str, tmp_path: Path) -> None:
     assert (got["embedding_errors"] is None) == (family == "deepseek_v3")
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe"])
-def test_the_states_of_hybrid_layers_are_as_near_as_hugging_faces_own_bf16(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", HYBRID)
+def test_the_states_of_hybrid_layers_are_as_near_as_hugging_faces_own_bf16(
+    family: str, measure: Callable[[str], dict[str, Any]]
+) -> None:
     """vLLM's CPU kernels of linear attention take bf16 alone."""
-    if family == "qwen3_5_moe" and importlib.util.find_spec("torchvision") is None:
+    if family in MISSING:
         pytest.skip("vLLM's Qwen3.5 module imports torchvision, which the CPU lock file does not hold")
-    got = measure("family_bfloat16", family, tmp_path)
+    got = measure(family)
     judge(got)
     for k, noise in enumerate(got["noise"], 1):
         assert got["medians"][k - 1][k] < max(0.02, 1.5 * noise)

@@ -24,7 +24,7 @@ from app.errors import RowError, UserError
 from app.runfolder import RunFolder
 from app.target import Renderer, load_tokenizer
 from tests.engine.fake_server import FakeCapture, FakeServer, FakeTarget, error_response
-from tests.runs import draftmill, prompts, save_config, tiny_config, write_rows
+from tests.runs import Command, draftmill, prompts, save_config, tiny_config, write_rows
 from tests.stubs import END, states_of
 from tests.templates import THINK, THINK_OPEN, TOOLS
 
@@ -241,7 +241,7 @@ def test_one_of_two_servers_is_enough(server: FakeServer, start: Start, tiny: Pa
 
 @pytest.mark.cluster
 def test_the_stage_stops_by_name_and_goes_on_when_the_server_is_back(
-    server: FakeServer, tiny: Path, tmp_path: Path
+    server: FakeServer, tiny: Path, tmp_path: Path, draftmill_here: Command
 ) -> None:
     """A gateway whose server has died after a few rows: nothing is rejected, and the same command finishes."""
     source = write_rows(tmp_path / "rows.jsonl", prompts(30))
@@ -257,7 +257,7 @@ def test_the_stage_stops_by_name_and_goes_on_when_the_server_is_back(
     assert "no server of generate.endpoints has answered for 2 s" in result.stderr
     assert "no upstream" in result.stderr and "no row was skipped" in result.stderr
     server.override = None
-    result = draftmill("generate", path)
+    result = draftmill_here("generate", path)
     assert result.returncode == 0, result.stderr[-3000:]
     manifest = RunFolder(str(tmp_path / "run")).manifest("generate")
     assert manifest is not None

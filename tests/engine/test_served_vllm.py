@@ -18,7 +18,7 @@ import torch
 
 from app.captured import load_entries
 from app.samples import SampleReader, load_split
-from tests.runs import ROOT, context, draftmill, prompts, save_config, tiny_config, write_rows
+from tests.runs import ROOT, Command, context, prompts, save_config, tiny_config, write_rows
 from tests.stubs import END
 from tests.tiny import MAX_POSITIONS
 
@@ -79,7 +79,7 @@ def test_a_real_server_and_prefill_equal_our_own_engine(vllm: str, tiny: Path, t
 
 
 @pytest.mark.cluster
-def test_generate_through_a_server(vllm: str, tiny: Path, tmp_path: Path) -> None:
+def test_generate_through_a_server(vllm: str, tiny: Path, tmp_path: Path, draftmill_here: Command) -> None:
     """By chat, which needs the conversation of each request; the tokens are those the prompt ids give."""
     source = write_rows(tmp_path / "rows.jsonl", [
         *prompts(6),
@@ -90,7 +90,7 @@ def test_generate_through_a_server(vllm: str, tiny: Path, tmp_path: Path) -> Non
         tiny, tmp_path / "run", source, target__dtype="float32", generate__engine="vllm", generate__kv_cache_gib=0.25,
         generate__max_new_tokens=24, generate__endpoints=[vllm], generate__endpoint_api="chat",
     )  # fmt: skip
-    result = draftmill("generate", str(save_config(config, tmp_path / "run.yaml")), timeout=500)
+    result = draftmill_here("generate", str(save_config(config, tmp_path / "run.yaml")))
     assert result.returncode == 0, result.stderr[-3000:]
     assert f"{vllm} serves 'tiny'" in result.stderr
     ctx = context(config)

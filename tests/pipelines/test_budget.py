@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,21 @@ import pytest
 
 from app.budget import STOP, STOPPED_BY, Budget
 from app.captured import load_entries, part_keys
-from app.cluster import connect, disconnect
-from app.config import Config, RayConfig
+from app.config import Config
 from app.errors import UserError
 from app.parts import PARTS
 from app.pipeline import run_pipeline, run_stage, stage_state
-from app.pipelines.report import render
+from app.report.page import render
 from app.results import collect, summary_lines, write_results
 from app.samples import SampleReader, load_split
 from app.stages import stages_up_to
 from app.status import status_lines
 from tests.pipelines.finished import stage
 from tests.pipelines.test_bench_report import report_data
-from tests.runs import context, draftmill, prompts, save_config, tiny_config, write_rows
+from tests.runs import Command, context, prompts, save_config, tiny_config, write_rows
 
 ANSWER = 12  # tokens of a stub answer
 PART = 10 * ANSWER
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    connect(RayConfig(num_cpus=2, dashboard=False, object_store_gib=0.1))
-    yield
-    disconnect()
 
 
 def limited(tiny: Path, tmp_path: Path, **changes: Any) -> Config:
@@ -118,10 +109,12 @@ def test_an_hour_limit_counts_what_earlier_goes_took(
 
 
 @pytest.mark.cluster
-def test_a_partial_run_ends_with_status_0_and_says_so(tiny: Path, tmp_path: Path) -> None:
+def test_a_partial_run_ends_with_status_0_and_says_so(
+    tiny: Path, tmp_path: Path, cluster: None, draftmill_here: Command
+) -> None:
     config = limited(tiny, tmp_path, generate__max_tokens=1, evaluate__holdout=1)
     path = str(save_config(config, tmp_path / "c.yaml"))
-    result = draftmill("quality", path)
+    result = draftmill_here("quality", path)
     assert result.returncode == 0, result.stderr
     assert "PARTIAL: stopped by generate.max_tokens 1 with" in result.stderr
     assert "PARTIAL      generate was stopped by generate.max_tokens 1" in result.stdout

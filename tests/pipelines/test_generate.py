@@ -1,7 +1,6 @@
 """Generate: parts committed once each, whatever dies; states belong to their row. Real Ray Data, a stub engine."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import pytest
 import torch
 
 from app.captured import load_entries, part_keys
-from app.cluster import connect, disconnect
-from app.config import RayConfig
 from app.errors import UserError
 from app.parts import PARTS, committed_parts, read_entry
 from app.pipeline import StageContext, run_pipeline, run_stage
@@ -21,14 +18,6 @@ from tests.runs import context, draftmill, prompts, save_config, tiny_config, wr
 from tests.stubs import answer_of, states_of
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """One local cluster for the tests that run in this process."""
-    connect(RayConfig(num_cpus=2, dashboard=False, object_store_gib=0.1))
-    yield
-    disconnect()
 
 
 def sample_rows(ctx: StageContext) -> list[dict[str, Any]]:
@@ -120,13 +109,14 @@ def test_f35_damaged_parts_are_found_named_and_made_again(
 
 
 @pytest.mark.parametrize("fault", ["STUB_DIE_ONCE", "STUB_ENGINE_ERROR_ONCE"])
-def test_a_dead_worker_or_engine_is_replaced_and_no_row_is_lost(tiny: Path, tmp_path: Path, fault: str) -> None:
+def test_a_dead_worker_or_engine_is_replaced_and_no_row_is_lost(
+    tiny: Path, tmp_path: Path, cluster: None, fault: str
+) -> None:
     source = write_rows(tmp_path / "r.jsonl", prompts(30))
-    path = save_config(tiny_config(tiny, tmp_path / "run", source), tmp_path / "c.yaml")
-    result = draftmill("generate", str(path), env={fault: str(tmp_path / "died"), "STUB_DELAY": "0.05"})
-    assert result.returncode == 0, result.stderr
+    faulty = {fault: str(tmp_path / "died"), "STUB_DELAY": 0.05}
+    config = tiny_config(tiny, tmp_path / "run", source, generate__engine_args=faulty)
+    run_pipeline(config, stages_up_to("generate"))
     assert (tmp_path / "died").exists()
-    config = tiny_config(tiny, tmp_path / "run", source)
     ids = [r["conversation_id"] for r in sample_rows(context(config))]
     assert len(ids) == len(set(ids)) == 30
 

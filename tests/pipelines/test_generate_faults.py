@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,13 +22,12 @@ import pytest
 import torch
 
 from app.captured import load_entries
-from app.cluster import connect, disconnect
-from app.config import Config, RayConfig
+from app.config import Config
 from app.engine import warden
 from app.engine.crash_search import ATTEMPTS, AttemptRecord, Gate
 from app.engine.part_worker import PartWorker
 from app.engine.patience import persistently
-from app.engine.progress import Board, RowCounter, Ticker, UnderWay
+from app.engine.progress import REPORT_S, Board, RowCounter, Ticker, UnderWay
 from app.engine.spot_check import in_checking_order, states_differ
 from app.errors import UserError
 from app.parts import PARTS, read_entry
@@ -37,18 +36,10 @@ from app.pipelines.generate import _worker_config
 from app.sizing import Engines
 from app.stages import stages_up_to
 from app.storage import Store
-from tests.runs import ROOT, context, draftmill, prompts, save_config, tiny_config, write_rows
+from tests.runs import ROOT, context, prompts, save_config, tiny_config, write_rows
 from tests.stubs import states_of
 
 REPLICAS_2 = {"generate__replicas": 2, "ray__num_cpus": 2}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """One local cluster for the tests that run in this process."""
-    connect(RayConfig(num_cpus=2, dashboard=False, object_store_gib=0.1))
-    yield
-    disconnect()
 
 
 def ids_of(config: Config) -> list[str]:
@@ -242,7 +233,7 @@ def test_f30_the_death_of_an_engines_core_ends_its_actor_and_loses_no_row(
     core = tmp_path / "core"
     config = tiny_config(
         tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(40)),
-        generate__engine_args={"STUB_CORE": str(core), "STUB_DELAY": 1.0},
+        generate__engine_args={"STUB_CORE": str(core), "STUB_DELAY": 0.5},
         generate__parts_in_flight=1,
     )  # fmt: skip
     parts = tmp_path / "run" / PARTS
@@ -410,14 +401,29 @@ def test_f37_a_silent_engine_no_longer_counts(monkeypatch: pytest.MonkeyPatch) -
     assert board.read() == UnderWay()
 
 
+# The command line with a line every two seconds instead of fifteen.
+TALKATIVE = """
+import sys
+from app.cli import run
+from app.engine import progress
+progress.LINE_S = 2.0
+sys.exit(run(sys.argv[1:]))
+"""
+
+
 @pytest.mark.cluster
 def test_f37_a_run_without_a_terminal_says_how_far_it_is(tiny: Path, tmp_path: Path) -> None:
+    """The slow row ends some seconds after the engine's first report."""
     config = tiny_config(
         tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(10)),
-        generate__engine_args={"STUB_SLOW_ON": "day 7", "STUB_SLOW_S": 22, "STUB_LOG": str(tmp_path / "log")},
+        generate__engine_args={"STUB_SLOW_ON": "day 7", "STUB_SLOW_S": REPORT_S + 5, "STUB_LOG": str(tmp_path / "log")},
     )  # fmt: skip
-    result = draftmill("generate", str(save_config(config, tmp_path / "c.yaml")))
+    result = subprocess.run(
+        [sys.executable, "-c", TALKATIVE, "generate", str(save_config(config, tmp_path / "c.yaml"))],
+        capture_output=True, text=True, timeout=300, cwd=ROOT,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
+    assert "generate: 1 engine(s) of 1 CPU engine (no GPU: engines on CPUs)" in result.stderr  # what was chosen and why
     lines = [line for line in result.stderr.splitlines() if "rows under way" in line]
     assert lines and "generate: 0/1 parts, 9/10 rows" in lines[-1] and "s left; 1 rows under way" in lines[-1]
 
@@ -682,17 +688,15 @@ def test_f52_a_store_that_fails_for_a_while_is_tried_again(monkeypatch: pytest.M
 
 
 @pytest.mark.cluster
-def test_a_terminated_driver_leaves_whole_parts_and_no_process(tiny: Path, tmp_path: Path) -> None:
+def test_a_terminated_driver_leaves_whole_parts_and_no_process(tiny: Path, tmp_path: Path, cluster: None) -> None:
     run, left = tmp_path / "run", tmp_path / "left"
     config = tiny_config(
         tiny, run, write_rows(tmp_path / "r.jsonl", prompts(60)),
-        generate__engine_args={"STUB_DELAY": 1.0, "STUB_CHILD": "spawn", "STUB_LEFT": str(left)},
-        generate__parts_in_flight=1,
+        generate__engine_args={"STUB_CHILD": "spawn", "STUB_LEFT": str(left)}, generate__parts_in_flight=1,
     )  # fmt: skip
-    path = save_config(config, tmp_path / "c.yaml")
-    with subprocess.Popen(
-        [sys.executable, "-m", "app", "generate", str(path)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    ) as driver:
+    command = [sys.executable, "-m", "app", "generate", str(save_config(config, tmp_path / "c.yaml"))]
+    slow = {**os.environ, "STUB_DELAY": "1"}
+    with subprocess.Popen(command, cwd=ROOT, env=slow, stderr=subprocess.PIPE, text=True) as driver:
         try:
             wait_until(lambda: len(list((run / PARTS).glob("*.json"))) >= 1)
             driver.send_signal(signal.SIGTERM)
@@ -706,7 +710,6 @@ def test_a_terminated_driver_leaves_whole_parts_and_no_process(tiny: Path, tmp_p
     assert not (run / "lease.json").exists()
     kept = {p.name: p.stat().st_mtime_ns for p in (run / PARTS).glob("*.json")}
     assert 1 <= len(kept) < 6
-    done = draftmill("generate", str(path))
-    assert done.returncode == 0, done.stderr
+    run_pipeline(config, stages_up_to("generate"))
     assert all((run / PARTS / name).stat().st_mtime_ns == at for name, at in kept.items())
     check_sums(config, 60)

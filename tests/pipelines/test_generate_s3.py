@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import http.server
+import logging
 import os
 import subprocess
 import sys
@@ -18,11 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from app.captured import load_entries, part_keys
-from app.config import Config
+from app.cluster import connect, disconnect
+from app.config import Config, RayConfig
 from app.engine.crash_search import ATTEMPTS
 from app.parts import PARTS, committed_parts, read_entry
+from app.pipeline import run_pipeline
+from app.stages import stages_up_to
 from tests.pipelines.test_generate_faults import lives, made_by, wait_until, worker_of
-from tests.runs import ROOT, context, draftmill, prompts, save_config, tiny_config, write_rows
+from tests.runs import ROOT, context, prompts, save_config, tiny_config, write_rows
 
 
 class Proxy:
@@ -87,32 +91,48 @@ class Proxy:
         self._server.server_close()
 
 
-@pytest.fixture
-def s3_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """A bucket `runs` on a local moto server behind a proxy."""
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[str]:
+    """A bucket `runs` on a local moto server, with the standard environment; its address."""
     import boto3
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "AKIAEXAMPLEEXAMPLE00",
-        "AWS_SECRET_ACCESS_KEY": "a-secret-of-this-test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "2",
-    }.items():
-        monkeypatch.setenv(name, value)
-    proxy = Proxy("http://{}:{}".format(*server.get_host_and_port()))
-    boto3.client("s3", endpoint_url=proxy.url).create_bucket(Bucket="runs")
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "AKIAEXAMPLEEXAMPLE00",
+            "AWS_SECRET_ACCESS_KEY": "a-secret-of-this-test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_MAX_ATTEMPTS": "2",
+        }.items():
+            patch.setenv(name, value)
+        boto3.client("s3", endpoint_url=url).create_bucket(Bucket="runs")
+        yield url
+    server.stop()
+
+
+@pytest.fixture
+def s3_proxy(s3_server: str) -> Iterator[Proxy]:
+    """The bucket behind a proxy."""
+    proxy = Proxy(s3_server)
     yield proxy
     proxy.close()
-    server.stop()
+
+
+@pytest.fixture(scope="module")
+def s3_cluster(s3_server: str) -> Iterator[None]:
+    """One local cluster whose workers have the environment of the server."""
+    connect(RayConfig(num_cpus=2, dashboard=False, object_store_gib=0.1))
+    yield
+    disconnect()
 
 
 def test_s3_that_is_slow_or_fails_for_a_while_loses_nothing(
     tiny: Path, tmp_path: Path, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.engine.patience.WAITS_S", (0.01, 0.01))
+    monkeypatch.setattr("app.engine.patience.WAITS_S", (0.01,))
     config = tiny_config(
         tiny, "s3://runs/faults", write_rows(tmp_path / "r.jsonl", prompts(20)),
         storage__options={"client_kwargs": {"endpoint_url": s3_proxy.url}},
@@ -199,14 +219,15 @@ def requests_made(tmp_path: Path) -> Counter[str]:
 
 
 @pytest.mark.cluster
-def test_actors_lose_nothing_on_an_s3_that_fails_and_loses_answers(tiny: Path, tmp_path: Path, s3_proxy: Proxy) -> None:
+def test_actors_lose_nothing_on_an_s3_that_fails_and_loses_answers(
+    tiny: Path, tmp_path: Path, s3_proxy: Proxy, s3_cluster: None
+) -> None:
     config = s3_config(tiny, tmp_path, s3_proxy)
     s3_proxy.delay = 0.03
     turns = Turns()
     s3_proxy.fails = lambda method, path, number: turns.of(method, path, number) % 4 == 3
     s3_proxy.cuts = lambda method, path, number: turns.of(method, path, number) % 5 == 4
-    done = draftmill("generate", str(save_config(config, tmp_path / "c.yaml")))
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_pipeline(config, stages_up_to("generate"))
     assert s3_proxy.failed >= 4 and s3_proxy.cut >= 4
     s3_proxy.fails = s3_proxy.cuts = lambda method, path, number: False
     check_whole(config, 60)
@@ -216,7 +237,7 @@ def test_actors_lose_nothing_on_an_s3_that_fails_and_loses_answers(tiny: Path, t
 
 @pytest.mark.cluster
 def test_an_outage_is_waited_out_and_an_engine_that_dies_in_it_is_replaced(
-    tiny: Path, tmp_path: Path, s3_proxy: Proxy
+    tiny: Path, tmp_path: Path, s3_proxy: Proxy, s3_cluster: None
 ) -> None:
     config = s3_config(tiny, tmp_path, s3_proxy, STUB_DIE_ONCE=str(tmp_path / "died"))
     began: list[float] = []
@@ -229,8 +250,7 @@ def test_an_outage_is_waited_out_and_an_engine_that_dies_in_it_is_replaced(
         return bool(began) and time.monotonic() < began[0] + 7 and answered
 
     s3_proxy.fails = outage
-    done = draftmill("generate", str(save_config(config, tmp_path / "c.yaml")))
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_pipeline(config, stages_up_to("generate"))
     assert s3_proxy.failed >= 4 and (tmp_path / "died").exists()
     check_whole(config, 60)
     again = sum(requests_made(tmp_path).values()) - 60
@@ -239,7 +259,12 @@ def test_an_outage_is_waited_out_and_an_engine_that_dies_in_it_is_replaced(
 
 @pytest.mark.cluster
 def test_a_driver_killed_in_an_outage_is_resumed_and_makes_only_what_is_missing(
-    tiny: Path, tmp_path: Path, s3_proxy: Proxy
+    tiny: Path,
+    tmp_path: Path,
+    s3_proxy: Proxy,
+    s3_cluster: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = s3_config(tiny, tmp_path, s3_proxy)
     path = save_config(config, tmp_path / "c.yaml")
@@ -259,8 +284,9 @@ def test_a_driver_killed_in_an_outage_is_resumed_and_makes_only_what_is_missing(
     wait_until(lambda: not any(map(lives, engines)), 300)  # until then they may still commit
     s3_proxy.fails = s3_proxy.cuts = lambda method, name, number: False
     kept = {n: store.sha256(f"{PARTS}/{n}") for n in store.files(PARTS) if n.endswith(".json")}
-    done = draftmill("generate", str(path))
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"resumed, {len(kept)} of 6 parts are committed" in done.stderr
+    monkeypatch.setattr("app.pipeline.log.propagate", True)
+    caplog.set_level(logging.INFO, "draftmill")
+    run_pipeline(config, stages_up_to("generate"))
+    assert f"resumed, {len(kept)} of 6 parts are committed" in caplog.text
     assert all(store.sha256(f"{PARTS}/{n}") == digest for n, digest in kept.items())
     check_whole(config, 60)
