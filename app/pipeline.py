@@ -30,6 +30,7 @@ from app.runfolder import (
     RunFolder,
     digest_of,
     flat_config,
+    flat_defaults,
     git_revision,
     package_versions,
 )
@@ -125,8 +126,10 @@ def stage_state(stage: Stage, ctx: StageContext, stale_inputs: frozenset[str] = 
     if manifest.code_version != stage.version:
         reasons.append("made by another version of draftmill")
     now = flat_config(ctx.config, stage.config_keys, stage.execution_keys)
+    # A key that is newer than the stage had its default's effect then.
+    defaults = flat_defaults(ctx.config, stage.config_keys, stage.execution_keys)
     for key in sorted(now.keys() | manifest.config.keys()):
-        old, new = manifest.config.get(key), now.get(key)
+        old, new = manifest.config.get(key, defaults.get(key)), now.get(key)
         if old != new:
             structured = isinstance(old, list | dict) and isinstance(new, list | dict)
             reasons.append(f"{key} changed" if structured else f"{key} changed: {_short(old)} -> {_short(new)}")

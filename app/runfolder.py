@@ -117,6 +117,11 @@ def flat_config(config: Config, keys: tuple[str, ...], without: tuple[str, ...] 
     return {k: v for k, v in flat.items() if k not in without}
 
 
+def flat_defaults(config: Config, keys: tuple[str, ...], without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What `flat_config` gives where nothing but the sources is set."""
+    return flat_config(Config(sources=config.sources), keys, without)
+
+
 @functools.cache
 def package_versions() -> dict[str, str]:
     """Installed versions of what shapes a run."""

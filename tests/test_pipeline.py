@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -320,3 +321,15 @@ def test_checkpoints_of_unknown_origin_are_not_resumed(
     resumed = fit_to(5)
     assert train_again() == {"step-00000005"}
     assert resumed == [None]
+
+
+def test_a_key_that_came_later_had_its_default_before(tiny: Path, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "r.jsonl", prompts(4))
+    ctx = context(tiny_config(tiny, tmp_path / "run", source))
+    manifest, _ = run_stage(stage("ingest"), ctx)
+    older = {k: v for k, v in manifest.config.items() if k != "ingest.over"}
+    assert older != manifest.config
+    ctx.run.write_manifest(dataclasses.replace(manifest, config=older))
+    assert stage_state(stage("ingest"), ctx).state == "done"
+    changed = context(tiny_config(tiny, tmp_path / "run", source, ingest__over="drop"))
+    assert stage_state(stage("ingest"), changed).reasons == ("ingest.over changed: cut_end -> drop",)

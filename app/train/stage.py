@@ -13,7 +13,7 @@ from app.draft_config import DraftConfig
 from app.errors import UserError
 from app.pipeline import StageContext, StageResult
 from app.pipelines.vocab import load_vocab
-from app.runfolder import digest_of, flat_config
+from app.runfolder import digest_of, flat_config, flat_defaults
 from app.storage import Store
 from app.train import trainer, warm_start
 from app.train.loop import FOLDER, SUMMARY, Place, draft_config, train_loop_per_worker
@@ -80,7 +80,10 @@ def train_in(ctx: StageContext, place: Place) -> tuple[dict[str, Any], DraftConf
     initial = warm_start.initial_draft(ctx)
     if initial is not None:
         shape = warm_start.warm_config(shape, initial.config, config.train)
-    shaping = flat_config(config, ("train", "evaluate.holdout", "evaluate.holdout_seed"), EXECUTION_KEYS)
+    keys = ("train", "evaluate.holdout", "evaluate.holdout_seed")
+    defaults = flat_defaults(config, keys, EXECUTION_KEYS)
+    # Values at their default are left out: a key that a later version adds must not end a training under way.
+    shaping = {k: v for k, v in flat_config(config, keys, EXECUTION_KEYS).items() if v != defaults[k]}
     # Checkpoints of other settings must never be taken for this training's: the newest one is exported.
     inputs = {
         "generate": ctx.input("generate").digest,

@@ -418,10 +418,13 @@ class Trainer:
         return {round(i * every) for i in range(1, int(self.total_steps / every) + 1)} - {0} | {self.total_steps}
 
     def _fingerprint(self, draft: Eagle3Draft) -> str:
-        """Digest of all that decides what the steps compute: settings, data lengths, draft, vocabulary."""
+        """Digest of all that decides what the steps compute: settings, data lengths, draft, vocabulary.
+
+        Settings at their default are left out: a key that a later version adds must not end trainings under way.
+        """
         lengths = [(i.sample_id, i.num_tokens, i.num_supervised) for i in self.job.train.infos]
         parts = [
-            self.config.model_dump(mode="json", exclude=set(EXECUTION_KEYS)),
+            self.config.model_dump(mode="json", exclude=set(EXECUTION_KEYS), exclude_defaults=True),
             draft.config.model_dump(mode="json"),
             lengths,
             hashlib.sha256(draft.kept_ids.cpu().numpy().tobytes()).hexdigest(),
