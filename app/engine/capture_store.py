@@ -117,6 +117,12 @@ class CaptureStore:
             self._fault = self._fault or fault
             self._changed.notify_all()
 
+    def fail(self, fault: BaseException) -> None:
+        """States can be kept no more: whoever takes some is told why."""
+        with self._changed:
+            self._fault = self._fault or fault
+            self._changed.notify_all()
+
     def write(self, key: str, start: int, piece: Tensor, capacity: int) -> None:
         """Store `piece` [N, K, H] (CPU) as positions start..start+N-1 of request `key`.
 

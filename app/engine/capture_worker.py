@@ -80,7 +80,10 @@ class HostCopier:
     def _file(self) -> None:
         while (job := self._jobs.get()) is not None:
             if isinstance(job, str):
-                self._store.forget(job)
+                try:
+                    self._store.forget(job)
+                except OSError as error:  # their memory is full: the thread must live, or the engine would wait for it
+                    self._store.fail(error)
                 continue
             buffer, event, pieces = job
             fault: BaseException | None = None

@@ -31,6 +31,7 @@ from app.nodes import SHARED, SHARED_LEAST
 from app.packed import PackedStates, Packing
 
 URGENT = 8  # requests beyond max_num_seqs that vLLM takes, so that urgent ones find a place
+_MOST_UNWANTED = 256  # requests given up whose states are looked for
 _IDLE_S = 0.5  # how long the idle engine waits for the inbox at a time
 
 
@@ -291,10 +292,14 @@ class VllmEngine:
     def _abort(self, key: str) -> None:
         if self._leave(key) is not None:
             self._engine.abort_request([key])
-            if self._exports is not None:
-                self._unwanted.append(key)
+            self._drop_later(key)
         else:
             self._waiting = deque(job for job in self._waiting if job.key != key)
+
+    def _drop_later(self, key: str) -> None:
+        """Nobody waits for this request's states, which may come yet."""
+        if self._exports is not None:
+            self._unwanted = [*self._unwanted[-_MOST_UNWANTED:], key]  # of some none come
 
     def _leave(self, key: str) -> Job | None:
         """Take a job out of those in vLLM, if it is one."""
@@ -322,6 +327,7 @@ class VllmEngine:
             return
         answer, reason = list(output.outputs[0].token_ids), output.outputs[0].finish_reason
         if reason not in ("stop", "length"):
+            self._drop_later(job.key)
             job.future.set_exception(RowError("engine_aborted", f"vLLM ended the request with {reason!r}"))
             return
         if job.request.answer_ids is not None:

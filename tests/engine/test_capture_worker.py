@@ -114,3 +114,26 @@ def test_copies_from_the_gpu_arrive_whole() -> None:
     assert torch.equal(store.take("a", 40 * 2900), whole[:, :2900].flatten(0, 1))
     assert torch.equal(store.take("b", 4000), whole[:, 2900:].flatten(0, 1))
     copier.close()
+
+
+def test_rows_that_cannot_be_handed_over_do_not_end_the_thread() -> None:
+    """A full /dev/shm, say: a thread that ended would leave the engine waiting for a free buffer for ever."""
+    from app.engine.capture_store import CaptureStore, MissingStates
+    from app.engine.capture_worker import HostCopier, Piece
+
+    store = CaptureStore()
+
+    def full(key: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    store.forget = full  # type: ignore[method-assign]
+    copier = HostCopier.__new__(HostCopier)
+    copier._store, copier._free, copier._jobs = store, queue.SimpleQueue(), queue.SimpleQueue()
+    copier.forget("r1")
+    store.announce()
+    copier._jobs.put((torch.ones(3, 2, 4), SimpleNamespace(synchronize=lambda: None), [Piece("r2", 0, 0, 3, 3)]))
+    copier._jobs.put(None)
+    copier._file()
+    assert copier._free.qsize() == 1
+    with pytest.raises(MissingStates, match="No space left"):
+        store.take("r3", 1)
