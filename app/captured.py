@@ -33,10 +33,10 @@ CONFIG_KEYS = (
 TARGET_WEIGHTS, TARGET_TOKENIZER = "target weights", "target tokenizer and template"  # inputs of the generate stage
 
 
-def part_keys(ctx: StageContext) -> dict[int, str]:
-    """Part number -> key its entry must carry: config, target and the part's rows."""
+def part_keys(ctx: StageContext, shape: str | None = None) -> dict[int, str]:
+    """Part number -> key its entry must carry: config, target and the part's rows; of `shape`, or today's."""
     ingest = ctx.input("ingest")
-    shape = shape_of(ctx)
+    shape = shape or shape_of(ctx)
     return {
         part: part_key(shape, ingest.outputs[ingest_part_path(part)]["sha256"])
         for part in range(ingest.counts["parts"])

@@ -16,7 +16,16 @@ from app.captured import part_key, recorded_shape, shape_of
 from app.config import Config
 from app.errors import UserError
 from app.lease import Lease, read_holder
-from app.parts import PARTS, PartEntry, committed_parts, ingest_part_path, part_name, read_entry, write_entry
+from app.parts import (
+    PARTS,
+    PartEntry,
+    committed_parts,
+    entry_readers,
+    ingest_part_path,
+    part_name,
+    read_entry,
+    write_entry,
+)
 from app.pipeline import STALE, StageContext, refuse_foreign_folder, terminated_cleanly
 from app.runfolder import RunFolder
 from app.samples import conversation_ids, load_split
@@ -34,6 +43,7 @@ CLASSES = {
     "initial": "drafts trainings began from",
     "logs": "logs before the newest",
 }
+_AHEAD = 64  # entries
 _STAGE = {"captures": "generate", "states": "generate", "checkpoints": "train", "initial": "train", "logs": "-"}
 
 
@@ -296,11 +306,13 @@ def _with_states(ctx: StageContext) -> list[PartEntry]:
 
 
 def stored_entries(store: Store) -> Iterator[PartEntry]:
-    """Every readable entry."""
-    for name in store.files(PARTS):
-        number = name.removeprefix("part-").removesuffix(".json")
-        if name.endswith(".json") and number.isdigit() and (entry := read_entry(store, int(number))) is not None:
-            yield entry
+    """Every readable entry, in order; some are read at once, and no more than a few ahead of what is asked for."""
+    names = [n.removeprefix("part-").removesuffix(".json") for n in store.files(PARTS) if n.endswith(".json")]
+    numbers = [int(name) for name in names if name.isdigit()]
+    with entry_readers(store) as pool:
+        for first in range(0, len(numbers), _AHEAD):
+            found = pool.map(lambda number: read_entry(store, number), numbers[first : first + _AHEAD])
+            yield from (entry for entry in found if entry is not None)
 
 
 def _states_path(entry: PartEntry) -> str:

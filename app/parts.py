@@ -38,6 +38,7 @@ from app.storage import Store, explained
 PARTS = "generate/parts"
 FORMAT_VERSION = 2
 Mask = Sequence[bool] | NDArray[np.bool_]  # [T]
+OTHER_INPUTS = "made from other inputs or settings"  # of an entry: whole, and of no use to today's run
 _LARGE = 2**20  # bytes: a write whose checksum another thread takes meanwhile
 
 INGEST_SCHEMA = pa.schema(
@@ -403,7 +404,7 @@ def read_entry(store: Store, part: int) -> PartEntry | None:
 def entry_fault(store: Store, entry: PartEntry, key: str, verify: str) -> str | None:
     """Why `entry` does not count as done for work `key`, in words; None when it does."""
     if entry.key != key:
-        return "made from other inputs or settings"
+        return OTHER_INPUTS
     for kind, file in entry.files.items():
         if kind == "states" and entry.cleaned:
             continue
@@ -416,6 +417,11 @@ def entry_fault(store: Store, entry: PartEntry, key: str, verify: str) -> str | 
         if verify == "checksum" and store.sha256(path) != file["sha256"]:
             return f"{kind} file {file['name']} does not match its checksum"
     return None
+
+
+def entry_readers(store: Store) -> ThreadPoolExecutor:
+    """Threads to read entries with; far away it is waiting, not work."""
+    return ThreadPoolExecutor(8 if store.is_local else 64)
 
 
 def committed_parts(store: Store, keys: dict[int, str], verify: str) -> tuple[dict[int, PartEntry], dict[int, str]]:
@@ -438,7 +444,7 @@ def committed_parts(store: Store, keys: dict[int, str], verify: str) -> tuple[di
 
     valid: dict[int, PartEntry] = {}
     bad: dict[int, str] = {}
-    with ThreadPoolExecutor(8 if store.is_local else 64) as pool:  # far away it is waiting, not work
+    with entry_readers(store) as pool:
         for part, entry, fault in pool.map(look, sorted(keys.items())):
             if fault is not None:
                 bad[part] = fault

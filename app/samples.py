@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from app.codecs import States
+from app.codecs import States, decoded
 from app.config import Config
 from app.errors import UserError
 from app.parts import PARTS, PartEntry, teacher_positions
@@ -143,6 +143,18 @@ class SampleReader:
         Raises:
             UserError: its states are damaged or not its own.
         """
+        return self._sample(index, lambda count: [(0, count)])
+
+    def some_rows(self, index: int, most: int, stretches: int = 1) -> Sample:
+        """As `self[index]`, with at most `most` rows of `aux` and of `teacher`, and no more is read.
+
+        They are the first ones, or `stretches` of neighbours evenly apart, from the first row to the last;
+        `teacher_pos` [at most `most`] goes with them.
+        """
+        return self._sample(index, lambda count: _stretches(count, most, stretches))
+
+    def _sample(self, index: int, pick: Callable[[int], list[tuple[int, int]]]) -> Sample:
+        """Sample `index` with the rows that `pick` chooses, as ranges, of so many as there are."""
         number, row = self._rows[index]
         entry, info = self._entries[number], self.infos[index]
         lists = self._lists.get(number, lambda: _read(self._store, entry, _LISTS))
@@ -157,6 +169,7 @@ class SampleReader:
                 f"sample {info.sample_id}: the states in {file.name} are not those of its tokens;"
                 f" delete {PARTS}/part-{entry.part:05d}.json, and `draftmill generate` makes the part again"
             )
+        read, positions = pick(info.num_supervised), teacher_positions(loss_mask)
         return Sample(
             sample_id=info.sample_id,
             conversation_id=info.conversation_id,
@@ -164,9 +177,9 @@ class SampleReader:
             split=self._split[info.conversation_id],
             token_ids=torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64)),
             loss_mask=loss_mask,
-            aux=file.rows("aux", *aux),
-            teacher=file.rows("teacher", *teacher),
-            teacher_pos=teacher_positions(loss_mask),
+            aux=_rows_of(file, "aux", aux[0], pick(info.num_tokens - 1)),
+            teacher=_rows_of(file, "teacher", teacher[0], read),
+            teacher_pos=torch.cat([positions[a:b] for a, b in read]),
             greedy=json.loads(values["sampling"]).get("temperature", 1.0) == 0,
         )
 
@@ -192,6 +205,20 @@ class _Cache(Generic[T]):
             while self._held > self._room and len(self._values) > 1:
                 self._held -= self._size(self._values.popitem(last=False)[1])
         return value
+
+
+def _stretches(count: int, most: int, number: int) -> list[tuple[int, int]]:
+    """`number` ranges of 0 .. count-1 evenly apart, together at most `most` long; all of it where that is no more."""
+    if count <= most:
+        return [(0, count)]
+    length = most // number
+    return [(int(a), int(a) + length) for a in np.linspace(0, count - length, number)]
+
+
+def _rows_of(file: StatesFile, kind: str, first: int, ranges: list[tuple[int, int]]) -> States:
+    """Rows of a sample whose states begin at row `first`: as they are stored where they lie together, else decoded."""
+    parts = [file.rows(kind, first + a, first + b) for a, b in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat([decoded(part) for part in parts])
 
 
 def _path(entry: PartEntry, kind: str) -> str:

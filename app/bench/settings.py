@@ -17,15 +17,15 @@ _FOREIGN_TOKENS = 0.02  # of a server's output, likewise
 _STREAM_OFF = 0.05  # by which sizes of outputs may miss the counters and still tell conversations apart
 
 
-def compare(baseline: Served | None, served: Served, num_draft_tokens: int) -> dict[str, Any]:
+def compare(baseline: Served | None, served: Served, num_draft_tokens: int, sampled: bool = False) -> dict[str, Any]:
     """One setting: acceptance by the one definition (CONTRACTS.md section 6), speed, and output differences.
 
-    What needs a baseline is None without one.
+    What needs a baseline is None without one; `sampled` outputs differ and should, so their differences are None too.
     """
     result: dict[str, Any] = acceptance(served, num_draft_tokens)
     k = result["num_draft_tokens"]
     sides = {"baseline": baseline, "draft": served}
-    found = [] if baseline is None else differences(baseline.outputs, served.outputs)
+    found = None if baseline is None or sampled else differences(baseline.outputs, served.outputs)
     lengths = {"baseline": 1.0, "draft": result["acceptance_length"]}
     return {
         **result,
@@ -38,8 +38,8 @@ def compare(baseline: Served | None, served: Served, num_draft_tokens: int) -> d
         "latency": {n: s and s.latency for n, s in sides.items()},
         "step_seconds": {n: s and s.step_seconds(lengths[n]) for n, s in sides.items()},
         "comparable": baseline is not None and _comparable(baseline, served, result["acceptance_length"]),
-        "output_mismatches": None if baseline is None else len(found),
-        "mismatch_examples": found[:20],
+        "output_mismatches": None if found is None else len(found),
+        "mismatch_examples": (found or [])[:20],
     }
 
 
@@ -72,7 +72,8 @@ def intervals(served: Served, conversations: Sequence[str], resamples: int, seed
     """95 % intervals of the acceptance, conversations resampled: `interval` and `interval_per_position`.
 
     Counters do not tell conversations apart. The sizes of the outputs do: each holds what one draft gave. They are used
-    where they add up to the counters, and both keys are None where a server joined outputs or told no sizes.
+    where they add up to the counters, and both keys are None where a server joined outputs or told no sizes; the second
+    also where it does not count by position.
     """
     none = {"interval": None, "interval_per_position": None}
     by_conversation = joined(served.streamed, conversations)
@@ -82,11 +83,12 @@ def intervals(served: Served, conversations: Sequence[str], resamples: int, seed
         return none
     if abs(accepted - served.accepted) > _STREAM_OFF * max(1, served.accepted):
         return none
-    positions = len(served.accepted_per_position)
+    counted = len(served.accepted_per_position)
+    positions = counted or max(len(c) for c in by_conversation.values()) - 1
     found = acceptance_intervals(
         [(c + [0] * positions)[: 1 + positions] for c in by_conversation.values()], resamples, seed
     )
-    return none if found is None else {"interval": found[0], "interval_per_position": found[1]}
+    return none if found is None else {"interval": found[0], "interval_per_position": found[1] if counted else None}
 
 
 def joined(streamed: list[list[int]], conversations: Sequence[str]) -> dict[str, list[int]]:

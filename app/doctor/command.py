@@ -6,6 +6,7 @@ import datetime
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,8 @@ class DoctorReport:
 
 def examine(ctx: StageContext, stages: Sequence[str] = ALL) -> DoctorReport:
     """Go through the checklist on what `stages` left, and keep the report in the run folder (`doctor.json`)."""
-    report = DoctorReport(ctx.run.url, list(walk(Facts(ctx, stages))))
+    with closing(Facts(ctx, stages)) as facts:
+        report = DoctorReport(ctx.run.url, list(walk(facts)))
     ctx.run.store.write_json(REPORT, report.to_json())
     return report
 

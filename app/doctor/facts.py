@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
+import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from app.captured import part_keys, recorded_shape
 from app.checkpoint import check_checkpoint
 from app.checkpoint_files import read_config, read_tensors
 from app.config import Config
@@ -23,8 +26,8 @@ from app.doctor.replay import compare_orders
 from app.draft_config import DraftConfig
 from app.errors import UserError
 from app.lint import Difference, canonical_name, errors_of
-from app.parts import PARTS, PartEntry, read_entry
-from app.pipeline import StageContext
+from app.parts import OTHER_INPUTS, PartEntry, committed_parts
+from app.pipeline import STALE, StageContext
 from app.pipelines.vocab import VocabMap, load_vocab
 from app.runfolder import Manifest
 from app.samples import Sample, SampleReader, conversation_ids, load_split
@@ -36,11 +39,12 @@ from app.train.state import read_weights
 DRAFT = "export/draft"
 PARTS_LOOKED_AT = 8
 SAMPLES_LOOKED_AT = 24
+ROWS_LOOKED_AT = 64  # states of a sample, in STRETCHES
+STRETCHES = 4  # read at once each: an object store answers a request as slowly for one row as for many
 SAMPLES_RECOMPUTED = 3
 TOKENS_RECOMPUTED = 256  # of a sample at most
 SAMPLES_REPLAYED = 8
 TOKENS_REPLAYED = 512
-_ENTRY = re.compile(r"part-(\d+)\.json")
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,12 @@ class Facts:
 
     def __init__(self, ctx: StageContext, stages: Sequence[str]) -> None:
         self.ctx, self._stages = ctx, frozenset(stages)
+        self._samples: dict[int, Sample] = {}
+        self._copies = ExitStack()
+
+    def close(self) -> None:
+        """Remove what was copied from an object store."""
+        self._copies.close()
 
     @property
     def config(self) -> Config:
@@ -99,11 +109,26 @@ class Facts:
 
     @cached_property
     def entries(self) -> list[PartEntry]:
-        """Every committed part, in order: of a generate stage that was stopped half-way too."""
-        numbers = sorted(int(m[1]) for n in self.store.files(PARTS) if (m := _ENTRY.fullmatch(n)))
-        entries = [e for part in numbers if (e := read_entry(self.store, part)) is not None and e.samples]
-        if not entries or "generate" not in self._stages:
+        """Every part of the generate stage, in order: as it finished, or so far as it goes by today's settings.
+
+        Captures of other settings and of other rows are left out.
+
+        Raises:
+            NotApplicable: there is none.
+            UserError: files of a finished stage are missing or cut.
+        """
+        if "generate" not in self._stages or self.ctx.run.manifest("ingest") is None:
             raise NotApplicable("no part is generated yet")
+        done = self.ctx.run.manifest("generate")
+        finished = done is not None and STALE not in done.extra
+        keys = part_keys(self.ctx, recorded_shape(done) if done is not None and finished else None)
+        valid, faults = committed_parts(self.store, keys, "size")
+        damaged = [f"part {part} of generate: {why}" for part, why in faults.items() if why != OTHER_INPUTS]
+        if damaged and finished:
+            raise UserError(damaged[0])
+        entries = [valid[part] for part in sorted(valid) if valid[part].samples]
+        if not entries:
+            raise NotApplicable("no part is generated yet from these rows and settings")
         return entries
 
     @cached_property
@@ -140,9 +165,11 @@ class Facts:
             raise NotApplicable("the states were cleaned (draftmill clean)")
         return held
 
-    def sample(self, look: Look) -> Sample:
-        """The sample with its states."""
-        return self.reader[look.index]
+    def sample(self, index: int) -> Sample:
+        """Sample `index` of `reader` with ROWS_LOOKED_AT of its states at most, spread over it."""
+        if index not in self._samples:
+            self._samples[index] = self.reader.some_rows(index, ROWS_LOOKED_AT, STRETCHES)
+        return self._samples[index]
 
     def holdout(self) -> SampleReader:
         """The held-out samples of the whole run, with states."""
@@ -195,27 +222,34 @@ class Facts:
         return read_weights(self.store.sub("train"), self.config.export.checkpoint)[0]
 
     @cached_property
+    def draft_folder(self) -> Path:
+        """The exported draft's folder; of an object store a copy, until `close`."""
+        self.manifest("export")
+        folder = self.store.local_folder(DRAFT)
+        if not self.store.is_local:
+            self._copies.callback(shutil.rmtree, folder, ignore_errors=True)
+        return folder
+
+    @cached_property
     def exported_config(self) -> dict[str, Any]:
         """config.json of the exported draft as it is."""
-        self.manifest("export")
-        return read_config(self.store.local_folder(DRAFT))
+        return read_config(self.draft_folder)
 
     @cached_property
     def exported(self) -> dict[str, Tensor]:
         """The exported tensors by root name."""
-        self.manifest("export")
-        return {canonical_name(n): t for n, t in read_tensors(self.store.local_folder(DRAFT)).items()}
+        return {canonical_name(n): t for n, t in read_tensors(self.draft_folder).items()}
 
     @cached_property
     def lint(self) -> list[Difference]:
         """The errors that lint finds in the exported draft."""
-        self.manifest("export")
+        folder = self.draft_folder
         try:
             embed: Tensor | None = self.head.embed_tokens
         except NotApplicable:
             embed = None
         layers = self.trained.aux_layer_ids if self.has("train") else None
-        return errors_of(check_checkpoint(self.store.local_folder(DRAFT), self.target, embed, layers))
+        return errors_of(check_checkpoint(folder, self.target, embed, layers))
 
     def lint_of(self, *starts: str) -> list[Difference]:
         """The lint errors whose subject begins with one of `starts` ("config rope", "tensor d2t")."""
@@ -245,7 +279,7 @@ class Facts:
     def orders(self) -> tuple[list[int], list[int]]:
         """`compare_orders` of the exported draft on a few held-out samples."""
         config, tensors, reader = self.draft_config, self.draft_tensors, self.holdout()
-        samples = [cut(reader[i], TOKENS_REPLAYED) for i in range(min(len(reader), SAMPLES_REPLAYED))]
+        samples = [_beginning(reader, i, TOKENS_REPLAYED) for i in range(min(len(reader), SAMPLES_REPLAYED))]
         return compare_orders(config, tensors, samples, self.config.evaluate.num_draft_tokens)
 
     @cached_property
@@ -253,7 +287,7 @@ class Facts:
         """Some short samples, cut to TOKENS_RECOMPUTED, with s_0 .. s_n [T-1, H] of each made anew by the target."""
         taught = [look for look in self.captured if look.row["teacher_rows"]]
         taught.sort(key=lambda look: look.row["num_tokens"])
-        samples = [cut(self.sample(look), TOKENS_RECOMPUTED) for look in taught[:SAMPLES_RECOMPUTED]]
+        samples = [_beginning(self.reader, x.index, TOKENS_RECOMPUTED) for x in taught[:SAMPLES_RECOMPUTED]]
         if not samples:
             raise NotApplicable("no sample looked at has a teacher state")
         limit, remote = self.config.doctor.recompute_gib, self.config.target.trust_remote_code
@@ -265,6 +299,12 @@ class Facts:
         """For each of the three auxiliary states and the teacher's, which layer of the target it really is."""
         entry = self.captured[0].entry
         return match_layers(self.recomputed, [*entry.layers[:3], self.target.num_layers], self.head)
+
+
+def _beginning(reader: SampleReader, index: int, tokens: int) -> Sample:
+    """The first `tokens` tokens of a sample with their states, and no others read."""
+    beginning: Sample = cut(reader.some_rows(index, tokens), tokens)
+    return beginning
 
 
 def temperature_of(row: dict[str, Any]) -> float:

@@ -41,7 +41,7 @@ def teacher_gives_tokens(facts: Facts) -> Finding:
         return passed(said)
     again = "generate again; its self-check must pass"
     words = f"{said}, at least {least:g} is wanted"
-    rows = torch.cat([_teacher(facts.sample(look)) for look in anew[:8]])
+    rows = torch.cat([_teacher(facts.sample(look.index)) for look in anew[:8]])
     if is_normed(facts.head, rows):
         return failed(NORM, f"{words}: the final norm was applied before they were stored", again)
     for shift in (-1, 1):
@@ -65,13 +65,14 @@ def replay_against_engine(facts: Facts) -> Finding:
     if (changed := facts.ctx.run.output_fault(facts.manifest("export"), "checksum")) is not None:
         raise NotApplicable(f"the export was changed since it was served ({changed})")
     reader, k = facts.holdout(), int(b["num_draft_tokens"])
-    chosen, whole = _benched(facts, reader)
+    chosen = _benched(facts, reader)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     draft = StepDraft(facts.draft_config, facts.draft_tensors, device)
-    replayed = replay(_as_benched(reader, chosen, int(b["max_new_tokens"])), draft, k)
+    resamples = facts.config.evaluate.bootstrap
+    replayed = replay(_as_benched(reader, chosen, int(b["max_new_tokens"])), draft, k, resamples)
     engine = Profile(tuple(b["acceptance_per_position"]), b["drafts"])
     verdict = compare(replayed, engine)
-    said = f"{verdict.words}{'' if whole else f'; {len(chosen)} of {len(reader)} answers replayed'}"
+    said = verdict.words
     if verdict.cause is not None:
         fits = []
         for cause, words, suspect in served_wrongly(facts.draft_config, facts.draft_tensors, device):
@@ -89,18 +90,18 @@ def replay_against_engine(facts: Facts) -> Finding:
 class _Moved:
     """Samples whose tokens are moved against their states, and whose teacher is that of the answer, for `agreement`."""
 
-    def __init__(self, reader: SampleReader, shift: int) -> None:
-        self._reader, self._shift = reader, shift
+    def __init__(self, facts: Facts, shift: int) -> None:
+        self._facts, self._shift = facts, shift
 
     @property
     def infos(self) -> Sequence[Any]:
-        return self._reader.infos
+        return self._facts.reader.infos
 
     def __len__(self) -> int:
-        return len(self._reader)
+        return len(self._facts.reader)
 
     def __getitem__(self, index: int) -> Sample:
-        sample, prompt = self._reader[index], len(self._reader.row(index)["prompt_ids"])
+        sample, prompt = self._facts.sample(index), len(self._facts.reader.row(index)["prompt_ids"])
         own = sample.teacher_pos >= prompt - 1  # [S]
         moved = sample.token_ids.roll(-self._shift)
         return replace(sample, token_ids=moved, teacher=sample.teacher[own], teacher_pos=sample.teacher_pos[own])
@@ -108,7 +109,7 @@ class _Moved:
 
 def _agreement(facts: Facts, looks: Sequence[Look], head: TargetHead, shift: int = 0) -> Agreement:
     """Stored s_n at p against the token emitted at p + 1 + shift."""
-    return agreement(head, _Moved(facts.reader, shift), [(look.index, look.temperature) for look in looks])
+    return agreement(head, _Moved(facts, shift), [(look.index, look.temperature) for look in looks])
 
 
 def _worst(numbers: dict[str, Any]) -> float:
@@ -136,10 +137,12 @@ def _teacher_layer(facts: Facts) -> int | None:
     return match.nearest if match.fits and not match.is_right and match.nearest != NORMED else None
 
 
-def _benched(facts: Facts, reader: SampleReader) -> tuple[list[int], bool]:
-    """Held-out answers that the bench asked for again, greedy ones; on a CPU as many as are done in seconds.
+def _benched(facts: Facts, reader: SampleReader) -> list[int]:
+    """Places in `reader` of the held-out answers that the bench asked for again.
 
-    Returns their places in `reader` and whether they are all of them.
+    Raises:
+        NotApplicable: they were sampled, or a CPU would take too long over them. The engine's counters are of all
+            answers together, so that some of them would be compared with others.
     """
     rows = [reader.row(i) for i in range(len(reader))]
     asked = [i for i, row in enumerate(rows) if row["use"] == "regenerate"]
@@ -147,16 +150,16 @@ def _benched(facts: Facts, reader: SampleReader) -> tuple[list[int], bool]:
     if len(greedy) < len(asked) or not greedy:
         raise NotApplicable("the held-out answers were sampled, and the bench answers greedily")
     if torch.cuda.is_available():
-        return greedy, True
+        return greedy
     size = sum(t.numel() for n, t in facts.exported.items() if t.dim() == 2 and "embed" not in n)
-    left = _WORK / max(1, size * facts.config.evaluate.num_draft_tokens)
-    chosen: list[int] = []
-    for i in greedy:
-        left -= reader.infos[i].num_tokens
-        if left < 0 and chosen:
-            break
-        chosen.append(i)
-    return chosen, len(chosen) == len(greedy)
+    most = _WORK / max(1, size * facts.config.evaluate.num_draft_tokens)
+    tokens = sum(reader.infos[i].num_tokens for i in greedy)
+    if tokens > most:
+        raise NotApplicable(
+            f"the held-out answers have {tokens:,} tokens, and a CPU would take too long over more than {int(most):,};"
+            " run the doctor where there is a GPU"
+        )
+    return greedy
 
 
 def _as_benched(reader: SampleReader, chosen: Sequence[int], max_new_tokens: int) -> Iterator[Sample]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from app.bench.intervals import acceptance_intervals
 from app.samples import Sample
 from app.train.alignment import supervision_mask
 from app.train.evaluate import Proposer
@@ -27,12 +28,14 @@ class Profile:
     """Joint acceptance by position, and the drafts it was counted over.
 
     Of a replay, `unknown` is what may come on top: tokens drafted past the end of an answer, of which the answer does
-    not tell whether the engine, which counts them, accepted them.
+    not tell whether the engine, which counts them, accepted them; `margin` is half the width of the 95 % interval of
+    `joint` over conversations.
     """
 
     joint: tuple[float, ...]
     drafts: float
     unknown: tuple[float, ...] = ()
+    margin: tuple[float, ...] = ()
 
     def reaching(self, position: int) -> float:
         """Drafts whose tokens before `position` were all accepted."""
@@ -55,8 +58,8 @@ class Verdict:
 
 
 def compare(replayed: Profile, engine: Profile) -> Verdict:
-    """The engine's profile against the replay's: within TOLERANCE at every position with MIN_DRAFTS, or the first
-    position that departs and the cause whose profile this is."""
+    """The engine's profile against the replay's: within TOLERANCE and the replay's margin at every position with
+    MIN_DRAFTS, or the first position that departs and the cause whose profile this is."""
     numbers = f"{percent(replayed.joint)} replayed, {percent(engine.joint)} in the engine"
     width = min(len(replayed.joint), len(engine.joint))
     judged = [i for i in range(width) if min(replayed.reaching(i), engine.reaching(i)) >= MIN_DRAFTS]
@@ -70,15 +73,21 @@ def compare(replayed: Profile, engine: Profile) -> Verdict:
 
 def _distance(replayed: Profile, engine: Profile, position: int) -> float:
     """How far the engine lies outside of what the replay allows for."""
-    low = replayed.joint[position]
-    high = low + (replayed.unknown[position] if replayed.unknown else 0.0)
+    margin = replayed.margin[position] if replayed.margin else 0.0
+    low = replayed.joint[position] - margin
+    high = replayed.joint[position] + margin + (replayed.unknown[position] if replayed.unknown else 0.0)
     return max(low - engine.joint[position], engine.joint[position] - high, 0.0)
 
 
-def replay(samples: Iterable[Sample], draft: Proposer, k: int) -> Profile:
-    """Walk every answer to its last token, as the engine does: draft k, accept those before the first miss, go on."""
-    drafts, accepted, unknown = 0, [0] * k, [0] * k
+def replay(samples: Iterable[Sample], draft: Proposer, k: int, resamples: int = 0) -> Profile:
+    """Walk every answer to its last token, as the engine does: draft k, accept those before the first miss, go on.
+
+    With `resamples` of the conversations the profile has a margin, where there are several.
+    """
+    by_conversation: dict[str, list[int]] = {}  # drafts, then those that accepted at least 1 .. k
+    unknown = [0] * k
     for sample in samples:
+        counts = by_conversation.setdefault(sample.conversation_id, [0] * (1 + k))
         (proposals,) = draft([sample], k)  # [n, k]
         ids, starts = sample.token_ids, supervision_mask(sample.loss_mask, 0).nonzero().flatten().tolist()
         row_of = {t: row for row, t in enumerate(starts)}
@@ -86,15 +95,17 @@ def replay(samples: Iterable[Sample], draft: Proposer, k: int) -> Profile:
         while t in row_of:
             truth = ids[t + 2 : t + 2 + k]  # fewer than k at the end
             hits = int((proposals[row_of[t], : len(truth)] == truth).long().cumprod(-1).sum())
-            drafts += 1
-            for position in range(hits):
-                accepted[position] += 1
+            for position in range(1 + hits):
+                counts[position] += 1
             if hits == len(truth):
                 for position in range(hits, k):
                     unknown[position] += 1
             t += hits + 1
+    drafts, *accepted = map(sum, zip([0] * (1 + k), *by_conversation.values(), strict=True))
     total = max(1, drafts)
-    return Profile(tuple(n / total for n in accepted), drafts, tuple(n / total for n in unknown))
+    ends = acceptance_intervals(list(by_conversation.values()), resamples, seed=0) if resamples else None
+    margin = tuple((high - low) / 2 for low, high in ends[1]) if ends else ()
+    return Profile(tuple(n / total for n in accepted), drafts, tuple(n / total for n in unknown), margin)
 
 
 def _profile(replayed: Profile, engine: Profile, depth: int, width: int) -> tuple[str, str, str]:

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -35,8 +36,9 @@ from app.target import name_list
 
 _TESTED_VLLM = ((0, 26), (0, 33))  # CONTRACTS section 5
 _EXPORT_AGAIN = "run the export stage again, and serve that folder"
-_COVERAGE_GAP = 0.05  # of the tokens looked at, by which a map may fall short of what it covered when it was made
+_COVERAGE_GAP = 0.05  # of a sample's tokens, by which a map may fall short of what it covered when it was made
 _ENOUGH_TOKENS = 500
+_MIDDLE = "of the tokens of the middle sample looked at"
 _CLAIMED = ("config eagle", "config rope", "config max_position", "config norm", "config fc_norm", "tensor d2t",
             "tensor t2d", "tensor draft_id_to_target_id", "tensor embed_tokens", "config architectures")  # fmt: skip
 
@@ -135,7 +137,7 @@ def vocabulary_map(facts: Facts) -> Finding:
     if not bool(vocab.d2t.any()) and size < usable:
         covered = _covered(facts, vocab.kept_ids)
         said = f"the map of the vocab stage is just the ids below {size:,}"
-        return failed(FIRST_N, said + (f"; {_percent(covered)} of the tokens looked at" if covered else ""), step)
+        return failed(FIRST_N, said + (f"; {_percent(covered)} {_MIDDLE}" if covered else ""), step)
     if not facts.has("export"):
         return passed(f"{size:,} of {usable:,} usable ids, chosen by count; not exported yet")
     if found := facts.lint_of("tensor d2t", "tensor t2d", "tensor draft_id_to_target_id"):
@@ -225,20 +227,21 @@ def _wrong_method(command: str) -> str | None:
 
 
 def _covered(facts: Facts, kept: Tensor) -> float | None:
-    """Share of the supervised tokens looked at that the ids `kept` hold; None where they are too few to tell."""
-    ids = [i for look in facts.looks for i, m in zip(look.ids, look.row["loss_mask"], strict=True) if m]
-    if len(ids) < _ENOUGH_TOKENS:
+    """Share of a sample's supervised tokens that the ids `kept` hold, the median of those looked at: one long answer
+    in a rare language says nothing of the others. None where the tokens are too few to tell."""
+    answers = [torch.tensor(look.ids)[torch.tensor(look.row["loss_mask"], dtype=torch.bool)] for look in facts.looks]
+    if sum(map(len, answers)) < _ENOUGH_TOKENS:
         return None
-    return float(torch.isin(torch.tensor(ids), kept).float().mean())
+    return median(float(torch.isin(ids, kept).float().mean()) for ids in answers if len(ids))
 
 
 def _covers_less(facts: Facts) -> str | None:
-    """Whether the map covers less of the tokens looked at than it did when it was made, in words."""
+    """Whether the map covers less of the samples looked at than it did when it was made, in words."""
     recorded = facts.manifest("vocab").counts.get("coverage", {}).get("train")
     covered = _covered(facts, facts.vocab.kept_ids)
     if recorded is None or covered is None or covered >= recorded - _COVERAGE_GAP:
         return None
-    return f"the map covers {_percent(covered)} of the tokens looked at, and {_percent(recorded)} when it was made"
+    return f"the map covers {_percent(covered)} {_MIDDLE}, and {_percent(recorded)} when it was made"
 
 
 def _percent(share: float) -> str:

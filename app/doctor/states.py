@@ -36,12 +36,12 @@ _WRAPPER_KEYS = ("ForConditionalGeneration", "VL", "Vision", "Multimodal")
 
 
 def plausible(facts: Facts) -> Finding:
-    """B1: finite, not zero, no constant rows, norms in a band."""
+    """B1: finite, not zero, no constant rows, norms in a band; of rows spread over each sample."""
     for look in facts.captured:
-        sample = facts.sample(look)
+        sample = facts.sample(look.index)
         layers = [*look.entry.layers[:3], facts.target.num_layers]
-        aux = decoded(sample.aux).unflatten(-1, (3, -1))  # [T-1, 3, H]
-        teacher = decoded(sample.teacher).unsqueeze(1)  # [S, 1, H]
+        aux = decoded(sample.aux).unflatten(-1, (3, -1))  # [n, 3, H]
+        teacher = decoded(sample.teacher).unsqueeze(1)  # [n, 1, H]
         fault = check_states(aux, layers[:3]) or (check_states(teacher, layers[3:]) if len(teacher) else None)
         if fault is not None:
             return failed(BAD_STATES, f"{_name(look)}: {fault}", f"{_AGAIN}; if it stays, set capture.mode=extract")
@@ -85,7 +85,7 @@ def final_norm(facts: Facts) -> Finding:
             return passed(said)
     else:
         said = "not exported yet"
-    states = [decoded(facts.sample(look).teacher).float() for look in facts.captured[:8]]
+    states = [decoded(facts.sample(look.index).teacher).float() for look in facts.captured[:8]]
     rows = torch.cat(states)  # [N, H]
     if not len(rows):
         raise NotApplicable("no sample looked at has a teacher state")
@@ -97,10 +97,9 @@ def final_norm(facts: Facts) -> Finding:
 
 def same_target(facts: Facts) -> Finding:
     """B5: revision, type and quantisation at capture are those of today, and the bench's."""
+    entries = facts.entries
     try:
-        refuse_mismatch(
-            facts.entries, _without_template(record_of(facts.config, facts.target, facts.entries[0].layers))
-        )
+        refuse_mismatch(entries, _without_template(record_of(facts.config, facts.target, entries[0].layers)))
     except UserError as error:
         return failed(OTHER_TARGET, str(error), "capture from the target that will be served")
     overrides = {k: v for k, v in facts.config.bench.engine_args.items() if k in ("quantization", "dtype", "revision")}
@@ -110,7 +109,7 @@ def same_target(facts: Facts) -> Finding:
         shown = ", ".join(f"{k}={v}" for k, v in differs.items())
         note = f"the bench serves another form ({shown}) than was captured: its acceptance is that form's"
     form = facts.target.quantization or facts.config.target.dtype
-    return passed(f"weights {facts.target.weights_digest}, {form}, in all {len(facts.entries)} parts", note)
+    return passed(f"weights {facts.target.weights_digest}, {form}, in all {len(entries)} parts", note)
 
 
 def inner_model(facts: Facts) -> Finding:

@@ -14,6 +14,7 @@ from app.template_probe import default_system
 _AGAIN = (
     "serve with the template the answers were made with (target.chat_template, target.template_kwargs), or generate"
 )
+_CLOCK = "strftime_now"  # the function by which a template asks for the date
 _FAULT_SHARE = 0.1  # of samples looked at
 
 
@@ -21,12 +22,12 @@ def same_template(facts: Facts) -> Finding:
     """D1: the prompts are what today's template and arguments make of the messages."""
     recorded = {e.record["template"] for e in facts.entries if e.record.get("template")}
     today = facts.target.extra.get("template_digest")
+    if others := recorded - {today}:
+        said = f"the answers were made with template {', '.join(sorted(others))}, today's is {today}"
+        return failed(TEMPLATE, said, f"{_AGAIN} again")
     wrong, seen = _rendered_otherwise(facts)
     if wrong:
         said = f"{wrong} of {seen} prompts are not what today's template makes of their messages"
-        return failed(TEMPLATE, said, f"{_AGAIN} again")
-    if others := recorded - {today}:
-        said = f"the answers were made with template {', '.join(sorted(others))}, today's is {today}"
         return failed(TEMPLATE, said, f"{_AGAIN} again")
     if not seen:
         raise NotApplicable("no sample looked at was answered anew")
@@ -116,8 +117,12 @@ def bench_as_served(facts: Facts) -> Finding:
 
 
 def _rendered_otherwise(facts: Facts, looks: list[Look] | None = None) -> tuple[int, int]:
-    """How many prompts of answers made anew are not what their messages render to, and of how many."""
-    wrong = seen = 0
+    """How many prompts of answers made anew are not what their messages render to, and of how many.
+
+    Raises:
+        NotApplicable: some are not, and the template writes the time of rendering into them.
+    """
+    wrong = seen = dated = 0
     for look in looks if looks is not None else facts.looks:
         if look.row["use"] != "regenerate":
             continue
@@ -125,10 +130,15 @@ def _rendered_otherwise(facts: Facts, looks: list[Look] | None = None) -> tuple[
         if messages[-1]["role"] == "assistant":
             messages.pop()
         seen += 1
+        renderer = facts.renderer(look.row)
         try:
-            wrong += facts.renderer(look.row).render(messages, True) != list(look.row["prompt_ids"])
+            differs = renderer.render(messages, True) != list(look.row["prompt_ids"])
         except RowError:
-            wrong += 1
+            differs = True
+        wrong += differs
+        dated += differs and _CLOCK in str(renderer.template)
+    if dated:
+        raise NotApplicable(f"the template writes the date ({_CLOCK}), and {dated} of {seen} prompts are of another")
     return wrong, seen
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from app.bench.engine import ServeSpec, serve
 from app.bench.intervals import acceptance_intervals
-from app.bench.measure import Ask, Done, Job, Templates, do
+from app.bench.measure import Ask, Done, Job, Served, Templates, do
 from app.bench.outputs import same_distribution
 from app.bench.server import RunningServer
 from app.bench.sets import read_sets, set_digests
@@ -108,11 +108,10 @@ def _result(
     cells, dones = [], list(drafted.items())
     for k, done in dones:
         for number, served in enumerate(done.cells):
-            cell = compare(baseline.cells[number] if baseline is not None else None, served, k)
+            plain = baseline.cells[number] if baseline is not None else None
+            cell = compare(plain, served, k, sampled=bench.temperature > 0)
             cell |= intervals(served, conversations, config.evaluate.bootstrap, bench.seed)
             cell |= {"concurrency": served.concurrency, "temperature": bench.temperature}
-            if bench.temperature:
-                cell["mismatch_examples"] = []  # samples differ, and should
             cells.append(cell)
     head, first = cells[0], dones[0][1]
     private = {number for number, row in enumerate(rows) if row["private"]}
@@ -126,7 +125,7 @@ def _result(
         "max_new_tokens": _limit(ctx),
         "served_by": "our vLLM" if bench.server is None else bench.server,
         "domains": _domains(rows, first, head["num_draft_tokens"], config.evaluate.bootstrap, bench.seed),
-        "sets": _sets(baseline, first, head["num_draft_tokens"]),
+        "sets": _sets(baseline, first, head["num_draft_tokens"], bench.temperature > 0),
         "distribution_test": _distribution_test(ctx, baseline, first),
         "sweep": [{n: v for n, v in c.items() if n != "mismatch_examples"} for c in cells],
         "cost_model": cost(cells),
@@ -145,6 +144,8 @@ def _domains(rows: list[dict[str, Any]], done: Done, k: int, resamples: int, see
     for name, numbers in sorted(where.items()):
         counts = [served.streamed[n] for n in numbers] if whole else []
         own = done.groups.get(_DOMAIN + name, served if len(where) == 1 else None)
+        if own is not None and not _drafted(own, _DOMAIN + name):
+            continue
         if own is not None:
             told = {**acceptance(own, k), "source": "counters"}
         elif counts and sum(c[0] for c in counts):
@@ -159,16 +160,24 @@ def _domains(rows: list[dict[str, Any]], done: Done, k: int, resamples: int, see
     return found
 
 
-def _sets(baseline: Done | None, done: Done, k: int) -> dict[str, Any]:
+def _drafted(served: Served, group: str) -> bool:
+    """Whether a group's answers made a draft; one that made none is told of and left out, the others stand."""
+    if served.drafts or served.gauges is not None:
+        return True
+    log.warning("bench: the answers of %s are so short that nothing was drafted; it is left out", group)
+    return False
+
+
+def _sets(baseline: Done | None, done: Done, k: int, sampled: bool) -> dict[str, Any]:
     """What each benchmark set gave, at the headline's setting."""
     found = {}
     source = baseline if baseline is not None else done
     for name, asks in source.sets.items():
         served = done.groups.get(_SET + name, done.groups.get(name))
         plain = baseline.groups.get(name) if baseline is not None else None
-        if served is None:
+        if served is None or not _drafted(served, _SET + name):
             continue
-        cell = compare(plain, served, k)
+        cell = compare(plain, served, k, sampled)
         left_out = ("mismatch_examples", "speedup_interval", "tokens_per_second_interval")
         found[name] = {n: v for n, v in cell.items() if n not in left_out} | {"prompts": len(asks)}
     return found
@@ -346,7 +355,7 @@ def _tell(result: dict[str, Any]) -> None:
         result["acceptance_length"],
         result["tokens_per_second"]["draft"],
     )
-    if result["output_mismatches"] is not None and not result["temperature"]:
+    if result["output_mismatches"] is not None:
         log.info("bench: %d of %d outputs differ", result["output_mismatches"], result["prompts"])
     if result["distribution_test"] is not None:
         log.info("bench: sampled outputs, one distribution with and without the draft? p = %.4f",

@@ -19,7 +19,7 @@ from app.status import config_of
 
 RULE = (
     "Marked against the first run where the difference is more than both 95 % intervals allow; without intervals, of"
-    " speed and loss more than 5 %, of bytes 2 %, of time 20 % and 5 s."
+    " acceptance, speed and loss more than 5 %, of bytes 2 %, of time 20 % and 5 s."
 )
 _ABSENT = "unset"
 
@@ -163,7 +163,8 @@ def _shown(value: Any) -> str:
 
 def _notes(name: str, folder: RunFolder, results: dict[str, Any]) -> list[str]:
     notes = [f"{name}: {stage}: {why}" for stage, why in unfinished(folder).items()]
-    if "bench" in results and not results["bench"]["comparable"]:
+    bench = results.get("bench")
+    if bench is not None and bench["speedup"] is not None and not bench["comparable"]:
         notes.append(f"{name}: other programs took the processor during bench, so its speeds are not marked")
     if "stopped_by" in results:
         notes.append(f"{name}: generate was {results['stopped_by']['words']}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from app.report.speed import cells_of, length_interval, position_intervals, speed_interval, wilson
+from app.report.speed import cells_of, engine_of, length_interval, position_intervals, speed_interval, wilson
 
 Better = Literal["higher", "lower"]
 # What may change without being told of, of numbers whose interval is not known.
@@ -68,13 +68,14 @@ def _served(results: dict[str, Any]) -> Iterator[Metric]:
     if bench is None:
         return
     low, high = length_interval(bench, results.get("evaluate")) or (None, None)
-    yield Metric("acceptance length, vLLM", bench["acceptance_length"], "higher", low, high)
+    engine = engine_of(bench)
+    yield Metric(f"acceptance length, {engine}", bench["acceptance_length"], "higher", low, high, _SPEED)
     intervals = position_intervals(bench, results.get("evaluate"))
     for i, (rate, ends) in enumerate(zip(bench["acceptance_per_position"], intervals, strict=True)):
-        yield Metric(f"accepted at position {i + 1}, vLLM", rate, "higher", *ends)
+        yield Metric(f"accepted at position {i + 1}, {engine}", rate, "higher", *ends)
     for name, found in sorted((bench.get("domains") or {}).items()):
         low, high = found.get("interval") or (None, None)
-        yield Metric(f"acceptance length, {name}, vLLM", found["acceptance_length"], "higher", low, high, _SPEED)
+        yield Metric(f"acceptance length, {name}, {engine}", found["acceptance_length"], "higher", low, high, _SPEED)
 
 
 def _offline(results: dict[str, Any]) -> Iterator[Metric]:
@@ -106,7 +107,7 @@ def _speed(results: dict[str, Any]) -> Iterator[Metric]:
         if (speed := bench["tokens_per_second"][side]) is not None:
             low, high = speed_interval(bench, side) or (None, None)
             yield Metric(f"tokens/s {words}", speed, better, low, high, _SPEED, form=",.0f")
-    if bench.get("output_mismatches") is not None:
+    if bench.get("output_mismatches") is not None and not bench.get("temperature"):
         share = bench["output_mismatches"] / bench["prompts"]
         yield Metric(
             "outputs that differ, share", share, "lower", *wilson(bench["output_mismatches"], bench["prompts"])

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from app.plan.text import size_text, time_text
 from app.report import charts
 from app.report.charts import Bar, Estimate, Line, Row
-from app.report.speed import cost_lines, position_intervals, surfaces
+from app.report.speed import cost_lines, engine_of, position_intervals, surfaces
 
 _FOLDER = Path(__file__).parent
 # What a page of an earlier or a half-made run may lack.
@@ -31,10 +31,12 @@ _ABSENT: dict[str, Any] = {
 def render(data: dict[str, Any]) -> str:
     """The page; everything that came from a file is escaped."""
     data = {**_ABSENT, **data}
+    bench = data["results"].get("bench")
     made = {
         "charts": _charts(data),
         "cells": _cells(data),
-        "cost_lines": cost_lines(data["results"].get("bench") or {}),
+        "cost_lines": cost_lines(bench or {}),
+        "engine_name": engine_of(bench),
     }
     return environment().get_template("page.html.jinja").render(**data, **made, checks=doctor_checks(data["doctor"]))
 
@@ -175,7 +177,7 @@ def _validation(curve: dict[str, list[dict[str, Any]]]) -> Markup:
 
 
 def _positions(bench: dict[str, Any] | None, estimate: dict[str, Any] | None) -> Markup:
-    """By position: what vLLM accepted, and what the walk predicted."""
+    """By position: what the engine accepted, and what the walk predicted."""
     served = bench["acceptance_per_position"] if bench else []
     offline = estimate["acceptance_per_position"] if estimate else []
     served_ends = position_intervals(bench, estimate) if bench else []

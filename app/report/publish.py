@@ -23,7 +23,7 @@ from app.redact import redact
 from app.report.data import read_doctor, seeds_of, target_of, unfinished
 from app.report.page import environment, with_interval
 from app.report.samples import survey
-from app.report.speed import cells_of, cost_lines, length_interval, position_intervals
+from app.report.speed import cells_of, cost_lines, engine_of, length_interval, position_intervals
 from app.report.verdict import verdict
 from app.results import collect
 from app.runfolder import Manifest, RunFolder
@@ -41,6 +41,9 @@ _LICENCES = (
 )
 # Words of answers, names of files, an address.
 _OF_THIS_RUN = ("mismatch_examples", "sets", "served_by")
+# Settings that are places: files and servers.
+_PLACES = ("train.init_from", "generate.endpoints", "bench.server", "bench.baseline_server", "bench.sets")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
 _DEAF = 0.02  # accepted at the first position: below it the draft is served wrong, or has learnt nothing
 _FALLS_SHORT = 0.5  # of what the walk predicts at least, below which another draft is served than was trained
 
@@ -127,9 +130,14 @@ def _faults(run: RunFolder, results: dict[str, Any], checked: LintReport) -> lis
         rates = bench["acceptance_per_position"]
         if rates and rates[0] < _DEAF:
             found.append(
-                f"bench: vLLM accepts {100 * rates[0]:.1f} % of the first draft tokens; the draft is served wrong"
+                f"bench: {engine_of(bench)} accepts {100 * rates[0]:.1f} % of the first draft tokens; the draft is"
+                " served wrong"
             )
-        elif estimate is not None and estimate["num_draft_tokens"] == bench["num_draft_tokens"]:
+        elif (
+            estimate is not None
+            and estimate["num_draft_tokens"] == bench["num_draft_tokens"]
+            and not bench.get("temperature")  # the walk is of greedy answers
+        ):
             least = _FALLS_SHORT * (estimate["interval"][0] - 1)
             if bench["acceptance_length"] - 1 < least:
                 found.append(
@@ -138,7 +146,7 @@ def _faults(run: RunFolder, results: dict[str, Any], checked: LintReport) -> lis
                 )
     doctor = read_doctor(run.store) or {}
     found += [
-        f"doctor: {line.get('title', '')}, {line.get('evidence', '')}"
+        f"doctor: {line.get('id', '')}, {line.get('cause', '')}"  # its evidence may name places
         for line in doctor.get("lines", [])
         if isinstance(line, dict) and line.get("state") == "failed"
     ]
@@ -180,7 +188,7 @@ def _data(
             for name in ("generate", "vocab", "train", "export", "evaluate", "bench")
             if name in manifests
             for key, value in manifests[name].config.items()
-            if not key.startswith(("sources", "target.")) and key not in ("train.init_from", "generate.endpoints")
+            if not key.startswith(("sources", "target.")) and key not in _PLACES
         },
         "seeds": seeds_of(manifests.values()),
         "versions": export.versions,
@@ -191,12 +199,16 @@ def _data(
     }
 
 
-def _shared(counts: dict[str, Any], hidden: set[str]) -> dict[str, Any]:
-    """Numbers without words of answers and without domains that private data alone has."""
-    shown = {key: value for key, value in counts.items() if key not in _OF_THIS_RUN}
+def _shared(found: Any, hidden: set[str]) -> Any:
+    """Numbers without words of answers and, at any depth, without domains that private data alone has."""
+    if isinstance(found, list):
+        return [_shared(inner, hidden) for inner in found]
+    if not isinstance(found, dict):
+        return found
+    shown = {key: value for key, value in found.items() if key not in _OF_THIS_RUN}
     if isinstance(shown.get("domains"), dict):
         shown["domains"] = {name: d for name, d in shown["domains"].items() if name not in hidden}
-    return shown
+    return {key: _shared(value, hidden) for key, value in shown.items()}
 
 
 def _portable(value: Any) -> Any:
@@ -250,6 +262,7 @@ def _card(data: dict[str, Any], licence: str | None, faults: list[str]) -> str:
         flags=[name for name in NORM_FLAGS if data["draft"].get(name)],
         bench=bench,
         estimate=estimate,
+        engine_name=engine_of(bench),
         with_interval=with_interval,
         **data,
     )
@@ -278,9 +291,13 @@ def _front_matter(data: dict[str, Any], licence: str | None) -> str:
 
 
 def _write(place: Path, draft: Path, data: dict[str, Any], card: str) -> None:
+    """The folder; weights and indexes of another draft there go, since a loader could take them for this one's."""
+    names = ["config.json", *weight_files(draft)]
     try:
         place.mkdir(parents=True, exist_ok=True)
-        for name in ["config.json", *weight_files(draft)]:
+        for old in [path for pattern in _WEIGHTS for path in place.glob(pattern) if path.name not in names]:
+            old.unlink()
+        for name in names:
             shutil.copyfile(draft / name, place / name)
         (place / SERVE_FILE).write_text(json.dumps(data["serve"], indent=2) + "\n", encoding="utf-8")
         told = {key: value for key, value in data.items() if key not in ("serve", "commands")}

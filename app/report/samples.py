@@ -17,7 +17,7 @@ from app.marked import short, spans_of, visible
 from app.parts import PARTS, PartEntry
 from app.redact import redact
 from app.report.charts import ticks
-from app.storage import Store
+from app.storage import Store, explained
 
 _COLUMNS = ["sample_id", "conversation_id", "source", "domain", "use", "private", "mask_method"]
 _LISTS = ["prompt_ids", "answer_ids", "loss_mask"]
@@ -72,11 +72,13 @@ class Survey:
 
 
 def survey(store: Store, entries: Iterable[PartEntry]) -> Survey:
-    """Read the rows of parts, one part at a time; their states are not read."""
+    """Read the rows of parts where they lie, one part at a time; their states are not read."""
     found = Survey()
     for entry in entries:
-        path = store.local(f"{PARTS}/{entry.files['rows']['name']}")
-        _add(found, pq.read_table(path, columns=[*_COLUMNS, *_LISTS]).combine_chunks())
+        path = store.full(f"{PARTS}/{entry.files['rows']['name']}")
+        with explained(store.url), store.fs.open(path, "rb") as file:
+            table = pq.read_table(file, columns=[*_COLUMNS, *_LISTS]).combine_chunks()
+        _add(found, table)
     return found
 
 

@@ -21,6 +21,11 @@ def wilson(hits: float, trials: float) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def engine_of(bench: dict[str, Any] | None) -> str:
+    """Name of the engine that served: vLLM has counters, SGLang gauges alone."""
+    return "SGLang" if bench is not None and bench.get("gauges") else "vLLM"
+
+
 def position_intervals(bench: dict[str, Any], estimate: dict[str, Any] | None) -> list[Interval]:
     """95 % interval of the served acceptance at each position; see `length_interval`."""
     if bench.get("interval_per_position"):
@@ -34,7 +39,7 @@ def position_intervals(bench: dict[str, Any], estimate: dict[str, Any] | None) -
 
 
 def length_interval(bench: dict[str, Any], estimate: dict[str, Any] | None) -> Interval | None:
-    """95 % interval of the served acceptance length; None without counters.
+    """95 % interval of the served acceptance length; None without counters or without rates by position.
 
     The bench's own where it has one. Counters do not tell conversations apart, so else the offline estimate lends its
     width: it walks the same conversations. Without it drafts are taken as independent, which is too narrow: a draft
@@ -47,9 +52,9 @@ def length_interval(bench: dict[str, Any], estimate: dict[str, Any] | None) -> I
     if estimate is not None and estimate["num_draft_tokens"] == bench["num_draft_tokens"]:
         low, high = (end - estimate["acceptance_length"] for end in estimate["interval"])
         return max(1.0, length + low), length + high
-    if not drafts:
-        return None
     rates = bench["acceptance_per_position"]
+    if not drafts or not rates:
+        return None
     square = sum((2 * i + 1) * p for i, p in enumerate(rates))
     half = 1.959964 * math.sqrt(max(0.0, square - sum(rates) ** 2) / drafts)
     return length - half, length + half

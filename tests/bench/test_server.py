@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from app.bench.measure import Ask, Job, Templates, do
 from app.bench.server import RunningServer
 from app.bench.settings import compare, cost, intervals
+from app.doctor.measured import counter_differences
 from app.errors import UserError
+from app.report.speed import length_interval
 from tests.bench.fake_server import FakeDraftServer
 
 ASKS = [Ask([n * 10], 9) for n in range(1, 8)]
@@ -56,6 +60,17 @@ def test_a_pass_is_counted_and_timed(start: Start) -> None:
     assert found == {"interval": [2, 2], "interval_per_position": [[1, 1], [0, 0]]}
     body = server.bodies[-1]
     assert body["stream"] and body["stream_options"] == {"include_usage": True} and body["temperature"] == 0
+
+
+def test_without_counters_by_position_the_answers_give_the_width(start: Start) -> None:
+    served = do(service(start(size=2)), Job(ASKS, (3,), 2, TEMPLATES)).cells[0]
+    served.accepted_per_position = []  # as a vLLM that does not count them
+    found = intervals(served, [str(n) for n in range(7)], 100, 0)
+    assert found == {"interval": [2, 2], "interval_per_position": None}
+    counts = compare(None, served, 2) | found
+    assert counts["acceptance_per_position"] == [] and length_interval(counts, None) == (2, 2)
+    facts: Any = SimpleNamespace(manifest=lambda stage: SimpleNamespace(counts=counts))
+    assert counter_differences(facts).state == "passed"
 
 
 def test_with_and_without_the_draft(start: Start) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.bench.measure import Ask, Done, Served
 from app.errors import UserError
 from app.pipeline import StageContext
 from app.pipelines import bench
@@ -103,14 +105,17 @@ def test_at_a_temperature_outputs_are_tested_as_samples(
 ) -> None:
     base, draft = servers
     draft.wrong = 2
+    questions = write_rows(tmp_path / "questions.jsonl", SET_ROWS)
     _, found = run(
         tiny, tmp_path, bench__server=draft.url, bench__baseline_server=base.url, bench__temperature=0.7,
-        bench__test_prompts=3, bench__test_samples=5, bench__test_tokens=4,
+        bench__test_prompts=3, bench__test_samples=5, bench__test_tokens=4, bench__sets=[str(questions)],
     )  # fmt: skip
     test = found["distribution_test"]
     assert (test["prompts"], test["samples"], test["tokens"], test["temperature"]) == (3, 5, 4, 0.7)
     assert test["p_value"] < 0.01 and test["largest_shift"] == 1  # the fake's wrong token comes each time
-    assert found["mismatch_examples"] == []
+    assert found["mismatch_examples"] == [] and found["output_mismatches"] is None
+    assert [c["output_mismatches"] for c in found["sweep"]] == [None]
+    assert found["sets"]["questions"]["output_mismatches"] is None
     drawn = [(b["temperature"], b["seed"]) for s in servers for b in s.bodies if b["max_tokens"] == 4]
     assert len(set(drawn)) == 2 * 15  # no seed twice, on either side
     assert "not of one distribution" in "\n".join(" ".join(x) for x in bench_lines(found))
@@ -163,3 +168,16 @@ def test_a_set_that_cannot_be_used_stops_before_the_run(
     config = tiny_config(tiny, tmp_path / "run", tmp_path / "rows.jsonl", bench__sets=[str(path)])
     with pytest.raises(UserError, match=said):
         bench.check(context(config))
+
+
+def test_a_group_without_a_draft_is_left_out_and_the_bench_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    drafted = Served([[1, 2, 3]], [1.0], 3, drafts=2, draft_tokens=4, accepted=1, accepted_per_position=[1, 0])
+    none = Served([[1]], [1.0], 1)
+    groups = {"domain chat": drafted, "domain yes or no": none, "set long": drafted, "set short": none}
+    whole = replace(drafted, outputs=[[1, 2, 3], [1]], streamed=[[2, 1], [0, 0]])
+    done = Done([whole], groups, [], {"long": [Ask([1], 3)], "short": [Ask([1], 1)]})
+    asked = [{"domain": d, "conversation_id": d} for d in ("chat", "yes or no")]
+    assert list(bench._domains(asked, done, 2, 10, 0)) == ["chat"]
+    assert list(bench._sets(None, done, 2, False)) == ["long"]
+    assert [m for m in caplog.messages if "domain yes or no" in m and "nothing was drafted" in m]
+    assert [m for m in caplog.messages if "set short" in m and "nothing was drafted" in m]

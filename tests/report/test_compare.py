@@ -10,7 +10,7 @@ import torch
 
 from app import cli
 from app.report.compare import RULE, compare_page, compare_runs, compare_text
-from app.report.metrics import Metric
+from app.report.metrics import Metric, metrics_of
 from app.report.speed import length_interval, position_intervals, wilson
 from app.train.evaluate import Tally, summarise
 from tests.report.made import BENCH, EVALUATE, VOCAB, change, copy_of, put
@@ -79,6 +79,27 @@ def test_speeds_on_a_busy_machine_are_not_marked(finished: Path, tmp_path: Path)
     compared = compare_runs([str(finished), other(finished, tmp_path, speedup=0.5, comparable=False)])
     assert compared.regressions == []
     assert any("other programs took the processor" in note for note in compared.notes)
+
+
+def test_no_baseline_is_no_busy_machine(finished: Path, tmp_path: Path) -> None:
+    alone = {"baseline": None, "draft": 620.0}
+    run = other(finished, tmp_path, speedup=None, tokens_per_second=alone, output_mismatches=None, comparable=False)
+    assert not any("other programs" in note for note in compare_runs([str(finished), run]).notes)
+
+
+def test_a_served_length_without_an_interval_has_the_tolerance_of_a_speed() -> None:
+    def length(value: float) -> Metric:
+        bench = {**BENCH, "acceptance_length": value, "gauges": {}, "drafts": 0, "acceptance_per_position": []}
+        return metrics_of({"bench": bench}, {})[0]
+
+    assert length(2.19).low is None
+    assert length(2.10).change_from(length(2.19)) == "" and length(2.05).change_from(length(2.19)) == "worse"
+    assert "acceptance" in RULE
+
+
+def test_sampled_outputs_that_differ_are_no_number(finished: Path, tmp_path: Path) -> None:
+    rows = dict(compare_runs([str(finished), other(finished, tmp_path, temperature=0.8)]).rows)
+    assert rows["outputs that differ, share"][0] is not None and rows["outputs that differ, share"][1] is None
 
 
 def test_settings_that_differ_are_listed_and_what_is_not_alike_is_said(finished: Path, tmp_path: Path) -> None:
@@ -154,6 +175,7 @@ def test_served_intervals_come_from_the_best_there_is() -> None:
     assert high - low == pytest.approx(2 * 1.96 * float(drawn.std()) / 10, rel=0.02)
     assert position_intervals(BENCH, None)[0] == pytest.approx(wilson(69, 100))
     assert length_interval({**BENCH, "drafts": 0}, None) is None
+    assert length_interval({**BENCH, "acceptance_per_position": []}, None) is None  # no rates, no spread
 
 
 def test_wilson_is_wilsons() -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app import cli
+from app import clean, cli
+from app.parts import PARTS, PartEntry, read_entry
 from app.pipelines import report
 from app.report.data import STAGES, loss_curve, report_data
 from app.report.page import render
+from app.report.samples import survey
 from app.report.verdict import verdict
 from app.runfolder import RunFolder
+from app.storage import Store
 from tests.report.made import BENCH, EVALUATE, change, copy_of
 
 HEADINGS = (
@@ -137,6 +141,7 @@ def test_a_sweep_is_a_map_and_a_missing_baseline_is_told(finished: Path, tmp_pat
     change(run, "bench", speedup=None, sweep=[], tokens_per_second=alone, output_mismatches=None, comparable=False)
     page = render(report_data(ctx))
     assert "Nothing was served without the draft" in page and "its gain is not known" in page
+    assert "Other programs took the processor" not in page
 
 
 def test_the_verdict_goes_as_far_as_the_run() -> None:
@@ -172,3 +177,43 @@ def test_a_report_of_what_is_there(
     assert run.store.exists("report/report.json")
     assert cli.run(["report", str(tmp_path), "--now"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_sampled_outputs_are_not_counted_and_their_temperature_is_told(finished: Path, tmp_path: Path) -> None:
+    ctx, run = copy_of(finished, tmp_path / "run")
+    change(run, "bench", temperature=0.8)
+    page = render(report_data(ctx))
+    assert "outputs differ" not in page and "3 draft tokens, temperature 0.8" in page
+    change(run, "bench", temperature=0.0)
+    assert "<b>1</b>of 9 outputs differ" in render(report_data(ctx))
+
+
+def test_the_page_names_the_engine_that_served(finished: Path, tmp_path: Path) -> None:
+    ctx, run = copy_of(finished, tmp_path / "run")
+    page = render(report_data(ctx))
+    assert "acceptance length in vLLM" in page and "</i>vLLM" in page
+    gauges = {"sglang:spec_accept_length": 2.19}
+    change(run, "bench", gauges={"readings": 3, "sglang": gauges}, drafts=0, acceptance_per_position=[])
+    page = render(report_data(ctx))
+    assert "acceptance length in SGLang" in page and "</i>SGLang" in page
+    assert "in vLLM" not in page and "</i>vLLM" not in page
+
+
+def test_rows_of_a_far_store_are_read_in_place_and_entries_several_at_once(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = RunFolder(str(finished)).store
+    far = Store(f"memory://{tmp_path.name}")
+    for name in here.files(PARTS):
+        far.write_bytes(f"{PARTS}/{name}", here.read_bytes(f"{PARTS}/{name}"))
+    threads = []
+
+    def read(store: Store, part: int) -> PartEntry | None:
+        threads.append(threading.current_thread())
+        return read_entry(store, part)
+
+    monkeypatch.setattr(clean, "read_entry", read)
+    monkeypatch.setattr(Store, "local", lambda store, path: pytest.fail(f"{path} was copied"))
+    found = survey(far, clean.stored_entries(far))
+    assert sum(m["samples"] for m in found.mix()) == 6 and found.shown
+    assert threads and threading.main_thread() not in threads

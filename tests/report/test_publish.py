@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from app.checkpoint import read_checkpoint
 from app.errors import UserError
 from app.report.publish import publish
 from tests.drafts import edit_tensors
-from tests.report.made import change, copy_of
+from tests.report.made import EVALUATE, change, copy_of
 
 
 def card_of(folder: Path) -> tuple[dict[str, Any], str]:
@@ -80,7 +81,7 @@ def test_what_is_not_known_is_left_out_and_said(finished: Path, tmp_path: Path) 
         ("deaf", "vLLM accepts 1.0 % of the first draft tokens"),
         ("short", "far below the 2.20 that walking the same answers predicts"),
         ("no bench", "bench: not run"),
-        ("doctor", "doctor: layers, they are off"),
+        ("doctor", "doctor: A1, layers off by one"),
     ],
 )
 def test_a_broken_draft_is_published_only_by_force(finished: Path, tmp_path: Path, fault: str, words: str) -> None:
@@ -94,7 +95,8 @@ def test_a_broken_draft_is_published_only_by_force(finished: Path, tmp_path: Pat
     elif fault == "no bench":
         run.store.delete("bench")
     else:
-        line = {"id": "A1", "title": "layers", "state": "failed", "evidence": "they are off", "next_step": "x"}
+        line = {"id": "A1", "title": "layers", "state": "failed", "cause": "layers off by one",
+                "evidence": f"{run.url}/generate says so", "next_step": "x"}  # fmt: skip
         run.store.write_json("doctor.json", {"lines": [line]})
     out = tmp_path / "out"
     with pytest.raises(UserError, match="not published") as refused:
@@ -102,7 +104,8 @@ def test_a_broken_draft_is_published_only_by_force(finished: Path, tmp_path: Pat
     assert words in str(refused.value) and "--force" in str(refused.value) and not out.exists()
     lines = publish(run.url, str(out), force=True)
     assert any(line.startswith("WARNING: ") and words in line for line in lines)
-    assert "**Known faults.**" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "**Known faults.**" in card and str(tmp_path) not in card
 
 
 def test_other_peoples_files_are_left_alone(finished: Path, tmp_path: Path) -> None:
@@ -136,3 +139,51 @@ def test_the_command_line(finished: Path, tmp_path: Path, capsys: pytest.Capture
     words = ["publish", str(finished), str(tmp_path / "out"), "--license", "mit", "--base-model", "o/t"]
     assert cli.run(words) == 0
     assert capsys.readouterr().out.startswith(f"published {tmp_path / 'out'}: README.md, config.json")
+
+
+def test_domains_of_private_data_alone_are_told_at_no_depth(finished: Path, tmp_path: Path) -> None:
+    _, run = copy_of(finished, tmp_path / "run")
+    change(run, "evaluate", sampled=[{"temperature": 0.8, "greedy": EVALUATE, "probabilistic": EVALUATE}])
+    publish(run.url, str(tmp_path / "out"))
+    text = (tmp_path / "out/provenance.json").read_text()
+    (sampled,) = json.loads(text)["results"]["evaluate"]["sampled"]
+    assert "chat" in sampled["probabilistic"]["domains"] and "hospital" not in text
+
+
+def test_servers_and_sets_of_the_bench_are_not_told(finished: Path, tmp_path: Path) -> None:
+    _, run = copy_of(finished, tmp_path / "run")
+    manifest = run.manifest("bench")
+    assert manifest is not None
+    places = {"server": "http://gpu-1.inside:8000/v1", "baseline_server": "http://gpu-2.inside:8000/v1",
+              "sets": ["patients/questions.jsonl"], "repeats": 2}  # fmt: skip
+    run.write_manifest(replace(manifest, config={**manifest.config, **{f"bench.{k}": v for k, v in places.items()}}))
+    publish(run.url, str(tmp_path / "out"))
+    text = (tmp_path / "out/provenance.json").read_text()
+    assert json.loads(text)["settings"]["bench.repeats"] == 2
+    assert "inside" not in text and "patients" not in text
+
+
+def test_sampled_acceptance_is_not_held_against_the_greedy_walk(finished: Path, tmp_path: Path) -> None:
+    _, run = copy_of(finished, tmp_path / "run")
+    change(run, "bench", acceptance_length=1.4, acceptance_per_position=[0.3, 0.1, 0.0], temperature=0.8)
+    publish(run.url, str(tmp_path / "out"))
+    assert "served at temperature 0.8, predicted for temperature 0," in (tmp_path / "out/README.md").read_text()
+
+
+def test_weights_of_an_earlier_publishing_go(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    publish(str(finished), str(out))
+    names = {p.name for p in out.iterdir()}
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "pytorch_model.bin",
+                 "pytorch_model.bin.index.json", "notes.txt"):  # fmt: skip
+        (out / name).write_text("{}")
+    publish(str(finished), str(out))
+    assert {p.name for p in out.iterdir()} == names | {"notes.txt"}
+
+
+def test_the_card_names_the_engine_that_served(finished: Path, tmp_path: Path) -> None:
+    _, run = copy_of(finished, tmp_path / "run")
+    change(run, "bench", gauges={"readings": 3}, drafts=0, acceptance_per_position=[])
+    publish(run.url, str(tmp_path / "out"))
+    _, text = card_of(tmp_path / "out")
+    assert "| | SGLang | predicted offline |" in text
