@@ -394,9 +394,10 @@ def test_what_breaks_imports_stays_out_of_the_lock() -> None:
 
 def test_make_uses_the_script() -> None:
     outside = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
-    command = ["make", "-n", "demo", "ARGS=--fresh"]
+    command = ["make", "-n", "demo", "ARGS=--fresh train.epochs=1"]
     ran = subprocess.run(command, cwd=ROOT, env=outside, capture_output=True, text=True)
     assert ran.stdout.splitlines() == [
         "tools/setup.sh",
-        ".venv/bin/draftmill run configs/demo.yaml --fresh",
+        ".venv/bin/draftmill plan configs/demo.yaml train.epochs=1",  # no flag of `run`
+        ".venv/bin/draftmill run configs/demo.yaml --fresh train.epochs=1",
     ]
