@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from app.config import SourceConfig
-from app.errors import RowError, UserError
+from app.errors import UserError
 from app.redact import redact
+from app.sources.benchmarks import prompt_messages
 from app.sources.locate import Listing, SourceError, source_digest
 from app.sources.readers import read_rows
-from app.sources.shapes import to_raw
 
 
 def _source_of(path: str) -> SourceConfig:
@@ -55,15 +55,7 @@ def read_sets(paths: list[str], rows: int, listing: Listing) -> dict[str, list[l
 
 def _questions(where: str, row: Any, path: str) -> list[dict[str, Any]]:
     """The system and user messages of a row."""
-    try:
-        if isinstance(row, RowError):
-            raise row
-        messages = to_raw(row, {}).messages
-    except RowError as error:
-        raise UserError(
-            f"bench.sets: {where} of {redact(path)} is no prompt ({error.reason}); give rows of a known shape,"
-            " `prompt`, `question`, `turns` or `messages`"
-        ) from error
+    messages = prompt_messages("bench.sets", where, row, path)
     asked = [{"role": m["role"], "content": m["content"]} for m in messages if m["role"] in ("system", "user")]
     if not any(m["role"] == "user" for m in asked):
         raise UserError(f"bench.sets: {where} of {redact(path)} asks nothing; give each row a prompt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from app.config import SourceConfig
 from app.errors import RowError, UserError
@@ -50,21 +51,30 @@ def benchmark_prompts(paths: list[str], listing: Listing) -> BenchmarkPrompts | 
     return BenchmarkPrompts(p for path in paths for p in _prompts_of(path, listing)) if paths else None
 
 
+def prompt_messages(setting: str, where: str, row: Any, path: str) -> list[dict[str, Any]]:
+    """The messages of `row` of the file `path`, which `setting` names.
+
+    Raises:
+        UserError: it has no known shape.
+    """
+    try:
+        if isinstance(row, RowError):
+            raise row
+        return to_raw(row, {}).messages
+    except RowError as error:
+        raise UserError(
+            f"{setting}: {where} of {redact(path)} is no prompt ({error.reason}); give rows of a known shape,"
+            " `prompt`, `question`, `turns` or `messages`"
+        ) from error
+
+
 def _prompts_of(path: str, listing: Listing) -> list[str]:
     """The first user turn of each row; the later ones of a benchmark are too common ("Explain.") to count."""
     prompts = []
     source = _source_of(path)
     with _named_by_setting():
         for where, row in read_rows(source, listing.files(source)):
-            try:
-                if isinstance(row, RowError):
-                    raise row
-                messages = to_raw(row, {}).messages
-            except RowError as error:
-                raise UserError(
-                    f"ingest.benchmark_sets: {where} of {redact(path)} is no prompt ({error.reason}); give rows of a"
-                    " known shape, `prompt`, `question`, `turns` or `messages`"
-                ) from error
+            messages = prompt_messages("ingest.benchmark_sets", where, row, path)
             first = next((m["content"] for m in messages if m["role"] == "user"), None)
             if isinstance(first, str):
                 prompts.append(first)

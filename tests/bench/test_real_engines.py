@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +21,7 @@ from app.serving import speculative_config
 from app.target import inspect_target, load_target_head
 from tests.bench.engine_scenario import ASKS, TOKENS
 from tests.drafts import draft_config, random_tensors
+from tests.engine.vllm_server import vllm_server
 from tests.runs import ROOT
 
 pytest.importorskip("vllm")
@@ -56,33 +53,10 @@ def own(tiny: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 @pytest.fixture(scope="module")
 def server(tiny: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a vLLM that serves TINY with the draft."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = ["--model", str(tiny), "--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
-    words += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "4", "--served-model-name", "tiny"]
-    words += ["--no-enable-prefix-caching", "--speculative-config", json.dumps(speculative_config(draft, K))]
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    with log.open("w") as out:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
-    try:
-        while True:
-            assert process.poll() is None, log.read_text()[-4000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                break
-            except OSError:
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    options = ["--max-model-len", "256", "--max-num-seqs", "4", "--no-enable-prefix-caching"]
+    options += ["--speculative-config", json.dumps(speculative_config(draft, K))]
+    with vllm_server(tiny, tmp_path_factory.mktemp("vllm") / "log", *options) as url:
+        yield url
 
 
 def test_our_engine_counts_and_times_every_request(own: dict[int, Done]) -> None:

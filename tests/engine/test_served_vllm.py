@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +15,7 @@ import torch
 
 from app.captured import load_entries
 from app.samples import SampleReader, load_split
+from tests.engine.vllm_server import vllm_server
 from tests.runs import ROOT, Command, context, prompts, save_config, tiny_config, write_rows
 from tests.stubs import END
 from tests.tiny import MAX_POSITIONS
@@ -30,32 +28,9 @@ SPLITS = ("train", "valid", "holdout")
 @pytest.fixture(scope="module")
 def vllm(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a vLLM that serves TINY."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = ["--model", str(tiny), "--dtype", "float32", "--max-model-len", str(MAX_POSITIONS), "--enforce-eager"]
-    words += ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "8", "--served-model-name", "tiny"]
-    env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    log = tmp_path_factory.mktemp("vllm") / "log"
-    with log.open("w") as out:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out, start_new_session=True)
-    try:
-        while True:
-            assert process.poll() is None, log.read_text()[-4000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                break
-            except OSError:
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    options = ["--max-model-len", str(MAX_POSITIONS), "--max-num-seqs", "8"]
+    with vllm_server(tiny, tmp_path_factory.mktemp("vllm") / "log", *options) as url:
+        yield url
 
 
 def test_a_real_server_and_prefill_equal_our_own_engine(vllm: str, tiny: Path, tmp_path: Path) -> None:
