@@ -50,7 +50,7 @@ def calls_in(text: str) -> list[tuple[str, Any]]:
     while at >= 0:
         try:
             value, end = decoder.raw_decode(text, at)
-        except ValueError:
+        except (ValueError, RecursionError):  # a model that stutters opens brackets without end
             at = text.find("{", at + 1)
             continue
         function = value.get("function", value) if isinstance(value, dict) else None
@@ -84,5 +84,5 @@ def _parsed(arguments: Any) -> Any:
         return arguments
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments

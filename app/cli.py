@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     status = verbs.add_parser("status", parents=[common], help="what of a run is done, what is stale and why")
     status.add_argument("run", help="run folder, or the YAML file of the run")
     status.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="as they would be given")
+    status.add_argument("--watch", action="store_true", help="again and again, until the run ends or Ctrl-C")
     status.set_defaults(function=_status)
     forget = verbs.add_parser(
         "forget", parents=[common], help="remove conversations from every stored stage of a run, for good"
@@ -203,7 +204,15 @@ def _parser() -> argparse.ArgumentParser:
     submit = verbs.add_parser("submit", parents=[configured], help="submit the run to a Ray cluster as a job")
     submit.add_argument("--address", help="dashboard of the cluster, http://HOST:8265 (default: RAY_ADDRESS)")
     submit.add_argument("--follow", action="store_true", help="print the job's log until it ends")
+    submit.add_argument("--stage", choices=tuple(_STAGE_VERBS), help="the last stage to do; default: all")
+    submit.add_argument(
+        "--runtime-env", metavar="FILE", help="YAML of Ray's runtime environment: env_vars, pip, excludes, ..."
+    )
     submit.set_defaults(function=_submit)
+    stop = verbs.add_parser("stop", parents=[common], help="end a run under way cleanly, as a job or on this host")
+    stop.add_argument("run", help="run folder, the YAML file of the run, or the id of a submitted job")
+    stop.add_argument("--address", help="dashboard of the cluster, http://HOST:8265 (default: RAY_ADDRESS)")
+    stop.set_defaults(function=_stop)
     return parser
 
 
@@ -271,8 +280,11 @@ def _report_now(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from app.status import status_lines
+    from app.status import status_lines, watch_here
 
+    if args.watch:
+        watch_here(args.run, args.overrides)
+        return 0
     print("\n".join(status_lines(args.run, args.overrides)))
     return 0
 
@@ -414,9 +426,17 @@ def _submit(args: argparse.Namespace) -> int:
     if args.print_config:
         print(config.to_yaml(), end="")
         return 0
-    from app.jobs import submit
+    from app.submit import Submission, submit
 
-    return submit(config, args.config, args.overrides, args.address, args.follow)
+    submission = Submission(config, args.config, args.overrides, args.stage, args.runtime_env)
+    return submit(submission, args.address, args.follow)
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from app.stop import stop
+
+    print("\n".join(stop(args.run, args.address)))
+    return 0
 
 
 def _configure_logging(verbose: bool) -> None:

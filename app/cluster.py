@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -60,6 +61,8 @@ def _init(config: RayConfig) -> None:
         try:
             ray.init(address=address, **common)
         except Exception as error:
+            if (differing := _versions(error)) is not None:
+                raise UserError(f"the Ray cluster at {address} {differing}") from error
             raise UserError(
                 f"the Ray cluster at {address} cannot be reached ({first_line(error)});"
                 " check ray.address, or set ray.address=local for a cluster of your own"
@@ -83,6 +86,18 @@ def _init(config: RayConfig) -> None:
     url = ray.get_runtime_context().gcs_address
     dashboard = getattr(ray._private.worker._global_node, "webui_url", None)
     log.info("started a local Ray cluster (%s)%s", url, f", dashboard http://{dashboard}" if dashboard else "")
+
+
+def _versions(error: Exception) -> str | None:
+    """What Ray says of a cluster of other versions, in a sentence; None: it says something else."""
+    found = re.findall(r"Ray: (\S+)\s+Python: (\S+)", str(error)) if "Version mismatch" in str(error) else []
+    if len(found) != 2:
+        return None
+    there, here = (f"Ray {ray} on Python {python}" for ray, python in found)
+    return (
+        f"runs {there}, and this process {here}; start draftmill from the environment in which the cluster's nodes run,"
+        " or submit it as a job (draftmill submit), which runs in that environment"
+    )
 
 
 def _check_answers(address: str) -> None:

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,7 @@ def encode(states: Tensor, codec: str) -> States:
     return out
 
 
+@cache
 def group_size(hidden: int) -> int:
     """Channels that share a scale: the largest divisor of the hidden size up to GROUP; no group spans two states."""
     return max(g for g in range(1, min(GROUP, hidden) + 1) if hidden % g == 0)

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from app.errors import UserError, first_line
 from app.redact import find_secrets
@@ -27,6 +36,18 @@ def _base_url(url: str) -> str:
     if not url.startswith(("http://", "https://")) or not url.rstrip("/").endswith("/v1"):
         raise ValueError(f"{url!r} is no base URL; give http(s)://HOST:PORT/v1")
     return url
+
+
+def _own_kinds(resources: dict[str, float]) -> dict[str, float]:
+    for name, amount in resources.items():
+        if name in ("CPU", "GPU", "memory", "object_store_memory"):
+            raise ValueError(f"other keys size {name}; give names that nodes were started with (ray start --resources)")
+        if amount <= 0 or (amount > 1 and amount != int(amount)):
+            raise ValueError(f"the amount of {name} is {amount:g}; give a number above 0, a whole one above 1")
+    return resources
+
+
+_OwnResources = Annotated[dict[str, float], AfterValidator(_own_kinds)]
 
 
 class Section(BaseModel):
@@ -160,9 +181,16 @@ class GenerateConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0, description="0 is off")
     seed: int = Field(0, description="sampling seed; each request adds its own")
-    replicas: int | Literal["auto"] = Field("auto", description="engines side by side; auto: as many as the GPUs hold")
+    replicas: int | Literal["auto"] = Field(
+        "auto", description="engines side by side; auto: as many as the GPUs hold, and more as nodes join"
+    )
     tensor_parallel: int | Literal["auto"] = Field(
         "auto", description="GPUs per engine; auto: as few as hold weights and KV cache"
+    )
+    resources: _OwnResources = Field(
+        default_factory=dict,
+        description="resources of your own that an engine asks for beside its GPUs: {H200: 1} keeps engines on nodes"
+        " that were started with it",
     )
     max_num_seqs: int = Field(64, gt=0, description="requests decoded at once per engine")
     parts_in_flight: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(
@@ -170,6 +198,11 @@ class GenerateConfig(Section):
         description="parts an engine works on at once, so that it never drains; auto: rows for two batches, at least 2",
     )
     enforce_eager: bool = Field(False, description="no CUDA graphs and no compile (always on without GPUs)")
+    engine_process: bool | None = Field(
+        None,
+        description="an engine on one GPU runs in a process of its own, away from the threads that write parts;"
+        " default: on GPUs where /dev/shm has room for states under way",
+    )
     kv_cache_gib: float = Field(2.0, gt=0, description="GiB of KV cache, CPU engines only")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     engine_args: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM as they are")
@@ -185,6 +218,12 @@ class GenerateConfig(Section):
     )
     recapture: bool = Field(False, description="make parts again whose states were cleaned; give it for one run")
     row_timeout_s: float = Field(1800, gt=0, description="seconds one request may take before its row is rejected")
+    stall_minutes: float = Field(
+        15,
+        ge=0,
+        description="minutes an engine with work may show no sign of life before its process is ended and another makes"
+        " its parts; four times as many to start, and to read or write a part; 0: off",
+    )
     max_hours: float | None = Field(
         None, gt=0, description="hours after which no part is begun any more; the run goes on with what is there"
     )
@@ -240,7 +279,7 @@ class CaptureConfig(Section):
         True, description="one sample of every part is computed again alone, and its states must be the same"
     )
     codec: Literal["bf16", "fp8", "int8", "int4"] = Field(
-        "bf16",
+        "fp8",
         description="how states are stored: bf16 (as target.dtype has them), fp8 (e4m3, a scale per token and state),"
         " int8, int4 (a scale per 64 channels)",
     )
@@ -297,6 +336,9 @@ class TrainConfig(Section):
     workers: int = Field(1, gt=0, description="Ray Train workers")
     use_gpu: bool | None = Field(None, description="default: GPUs when the cluster has them")
     cpus_per_worker: int = Field(2, gt=0, description="CPU threads per worker, CPU training only")
+    resources: _OwnResources = Field(
+        default_factory=dict, description="resources of your own that a worker asks for, as generate.resources"
+    )
     epochs: float = Field(3, gt=0)
     learning_rate: float = Field(1e-4, gt=0)
     min_learning_rate_ratio: float = Field(0.0, ge=0, le=1, description="rate at the end over the peak")
@@ -344,6 +386,12 @@ class TrainConfig(Section):
     validation_share: float = Field(0.05, ge=0, lt=1, description="share of conversations held out for validation")
     validate_every_epochs: float = Field(1.0, gt=0)
     checkpoint_every_s: float = Field(300, gt=0, description="seconds between checkpoints")
+    stall_minutes: float = Field(
+        20,
+        ge=0,
+        description="minutes without a step of a worker before the stage ends with an error that says where its workers"
+        " stand; 0: off",
+    )
     keep_checkpoints: int = Field(2, gt=0)
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     num_attention_heads: int | None = Field(None, description="default: the target's")

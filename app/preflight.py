@@ -6,8 +6,8 @@ number to change. Only what surely fails is refused: the needs are estimates, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from app.config import Config
 from app.errors import UserError
@@ -31,6 +31,9 @@ class Demand:
     weights: float = 0.0  # in host memory: of an engine on a CPU, with its KV cache
     gpus: int = 0  # 0: on a CPU
     processes: int = 0  # of the engine, beside its actor's; states come from them through shared memory
+    resources: Mapping[str, float] = field(default_factory=dict)  # of one's own, that it asks for
+    package: str | None = None  # that the engine is made of; None: it is somebody's own
+    fetched: float = 0.0  # bytes of the target that a node without it fetches; 0: it can not
 
     @property
     def memory(self) -> float:
@@ -46,8 +49,13 @@ class Demand:
         return _QUEUES[0] + _QUEUES[1] * self.processes if self.processes else 0
 
 
-def demand_of(config: Config, shape: Shape, engines: Engines, on_gpu: bool, rows: int, tokens: float) -> Demand:
-    """What each of `engines` takes with `rows` rows under way, of `tokens` tokens on average."""
+def demand_of(
+    config: Config, shape: Shape, engines: Engines, on_gpu: bool, rows: int, tokens: float, fetched: bool = False
+) -> Demand:
+    """What each of `engines` takes with `rows` rows under way, of `tokens` tokens on average.
+
+    fetched: whether a node that lacks the target fetches it.
+    """
     g, n = config.generate, engines.tensor_parallel
     host = shape.target_bytes + g.kv_cache_gib * 2**30 if g.engine == "vllm" and not on_gpu else 0.0
     return Demand(
@@ -56,7 +64,10 @@ def demand_of(config: Config, shape: Shape, engines: Engines, on_gpu: bool, rows
         row=naive_bytes(tokens, shape.hidden, shape.value_bytes),
         weights=host,
         gpus=n if on_gpu else 0,
-        processes=0 if n == 1 else 1 if engines.spans_nodes else n,
+        processes=int(bool(g.engine_process)) if n == 1 else 1 if engines.spans_nodes else n,
+        resources=g.resources,
+        package="vllm" if g.engine == "vllm" else None,
+        fetched=shape.target_bytes if fetched else 0.0,
     )
 
 
@@ -66,14 +77,43 @@ def check_nodes(rooms: list[Room], demand: Demand, engines: int, run_dir: str) -
     Raises:
         UserError: it surely fails.
     """
-    rooms = [r for r in rooms if (r.gpus if demand.gpus else r.cpus) > 0] or rooms
+    rooms = [r for r in rooms if holds(r, demand)] or rooms
     _refuse(rooms, demand, engines, run_dir)
     hosts: dict[str, list[str]] = {}
     for room in rooms:
         here = _engines_on(room, demand, engines)
-        for sentence in (*_shared_memory(room, demand, here), *_memory(room, demand, here), *_disk(room, run_dir)):
+        for sentence in (
+            *_shared_memory(room, demand, here),
+            *_memory(room, demand, here),
+            *_disk(room, run_dir),
+            *_target(room, demand),
+        ):
             hosts.setdefault(sentence, []).append(room.host)
-    return [f"{_named(names)}: {sentence}" for sentence, names in hosts.items()]
+    return [*(f"{_named(names)}: {sentence}" for sentence, names in hosts.items()), *differing(rooms)]
+
+
+def holds(room: Room, demand: Demand) -> bool:
+    """Whether an engine may come to a node: it has GPUs, or CPUs for an engine on CPUs, and what else is asked for."""
+    own = all(room.resources.get(name, 0.0) >= amount for name, amount in demand.resources.items())
+    return own and (room.gpus if demand.gpus else room.cpus) > 0
+
+
+def differing(rooms: list[Room]) -> Iterator[str]:
+    """What is not the same on all nodes, a sentence each."""
+    for name in sorted({name for r in rooms for name in r.packages}):
+        versions = [(r.host, r.packages.get(name)) for r in rooms]
+        yield from _differs(name, versions, "install the same on all")
+    drivers = [(r.host, r.driver) for r in rooms]
+    yield from _differs("the GPU driver", drivers, "CUDA builds may load on the newer alone")
+
+
+def _differs(what: str, versions: list[tuple[str, str | None]], advice: str) -> Iterator[str]:
+    hosts: dict[str, list[str]] = {}
+    for host, version in versions:
+        hosts.setdefault(version or "missing", []).append(host)
+    if len(hosts) > 1:
+        said = "; ".join(f"{version} on {_named(names)}" for version, names in sorted(hosts.items()))
+        yield f"{what} is not the same on all nodes ({said}): {advice}"
 
 
 def node_lines(rooms: list[Room], demand: Demand) -> list[str]:
@@ -105,6 +145,11 @@ def _engines_on(room: Room, demand: Demand, engines: int) -> int:
 
 
 def _refuse(rooms: list[Room], demand: Demand, engines: int, run_dir: str) -> None:
+    if rooms and demand.package is not None and not any(_has(r, demand.package) for r in rooms):
+        raise UserError(
+            f"generate: no node that can hold an engine has {demand.package} in the environment Ray was started from"
+            f" ({_named([r.host for r in rooms])}); install draftmill there with its dependencies, and start Ray anew"
+        )
     if rooms and not any(r.run_there for r in rooms):
         raise UserError(
             f"generate: no node that can hold an engine has the run folder {run_dir}"
@@ -118,6 +163,11 @@ def _refuse(rooms: list[Room], demand: Demand, engines: int, run_dir: str) -> No
             f" {size_text(engines * demand.weights)} for weights and KV cache, and the memory is {size_text(have)};"
             " lower generate.replicas or generate.kv_cache_gib"
         )
+    if rooms and not demand.fetched and not any(r.target_there for r in rooms):
+        raise UserError(
+            f"generate: no node that can hold an engine has the folder of target.model"
+            f" ({_named([r.host for r in rooms])}); put it on every node at the same path, or give a hub id"
+        )
     for room in rooms:
         place, space = _exports(room)
         if demand.processes and len(rooms) == 1 and demand.row > space.total:
@@ -125,6 +175,11 @@ def _refuse(rooms: list[Room], demand: Demand, engines: int, run_dir: str) -> No
                 f"generate: the states of one row take {size_text(demand.row)} on their way from the engine's"
                 f" processes, and {place} of {room.host} holds {size_text(space.total)}; {_larger(demand.exported)}"
             )
+
+
+def _has(room: Room, package: str) -> bool:
+    """Whether a node has `package`, or its build for CPUs."""
+    return package in room.packages or f"{package}-cpu" in room.packages
 
 
 def _exports(room: Room) -> tuple[str, Space]:
@@ -176,6 +231,13 @@ def _disk(room: Room, run_dir: str) -> Iterator[str]:
             f"the disk of Ray's {room.ray_temp} is {1 - room.temp.free / room.temp.total:.0%} full, and above"
             f" {_FULL_DISK:.0%} Ray makes no objects any more; free some, or start Ray with --temp-dir on another disk"
         )
+
+
+def _target(room: Room, demand: Demand) -> Iterator[str]:
+    if not room.target_there and demand.fetched:
+        yield f"the target is not there yet; it is fetched first, once for the node ({size_text(demand.fetched)})"
+    elif not room.target_there:
+        yield "the folder of target.model is not there; put it on every node at the same path"
 
 
 def _sum(demand: Demand) -> str:

@@ -134,7 +134,6 @@ class RowWorker:
                 raw = to_raw(row, source.columns)
                 private = private or raw.private
                 conversation = canonical(raw, source.system_prompt, source.use)
-                json.dumps([conversation.messages, conversation.template_kwargs])
             except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
                 # A known shape with a value of another kind somewhere inside.
                 raise RowError("bad_value", f"a value has no known form ({first_line(error, 200)})") from error

@@ -40,6 +40,12 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+_MANIFEST_TYPES: dict[str, Any] = {
+    "stage": str, "config": dict, "inputs": dict, "outputs": dict, "digest": str, "counts": dict, "seeds": dict,
+    "versions": dict, "started": str, "seconds": int | float,
+}  # fmt: skip
+
+
 class RunFolder:
     """Files of one run at a local path or fsspec URL."""
 
@@ -53,7 +59,9 @@ class RunFolder:
     def manifest(self, stage: str) -> Manifest | None:
         """The manifest of a finished stage; None where there is none, a damaged one, or one of another version."""
         data = unsealed(self.store.read_json(f"{stage}/manifest.json"))
-        if data is None or data.get("manifest_version") != MANIFEST_VERSION:
+        if data is None or data.get("manifest_version") != MANIFEST_VERSION or not has_types(data, _MANIFEST_TYPES):
+            return None
+        if not all(is_file_record(output) for output in data["outputs"].values()):
             return None
         try:
             return Manifest(**data)
@@ -94,7 +102,20 @@ def unsealed(data: Any) -> dict[str, Any] | None:
     if not isinstance(data, dict):
         return None
     plain = {k: v for k, v in data.items() if k != "checksum"}
-    return plain if data.get("checksum") == digest_of(plain) else None
+    try:
+        return plain if data.get("checksum") == digest_of(plain) else None
+    except (ValueError, RecursionError):  # half a surrogate pair, or nested too deep to be ours
+        return None
+
+
+def has_types(data: dict[str, Any], types: dict[str, Any]) -> bool:
+    """Whether `data` has every key of `types` with a value of that type: what is sealed may still be another's."""
+    return all(isinstance(data.get(key), kind) for key, kind in types.items())
+
+
+def is_file_record(value: Any) -> bool:
+    """Whether `value` tells a file's size in bytes and its sha256."""
+    return isinstance(value, dict) and has_types(value, {"size": int, "sha256": str})
 
 
 def digest_of(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -53,6 +53,7 @@ class Cluster:
     memory: float | None
     cpus: float
     gpu_name: str | None = None
+    most: tuple[int, ...] = ()  # engines that resources of one's own allow on each of these nodes; empty: any number
 
     @cached_property
     def total(self) -> int:
@@ -66,7 +67,8 @@ class Cluster:
         """Engines of `gpus` GPUs that the cluster holds: each on one node, or where none is wide enough, on whole
         nodes side by side."""
         if gpus <= self.widest:
-            return sum(n // gpus for n in self.gpus)
+            most = self.most or self.gpus
+            return sum(min(n // gpus, allowed) for n, allowed in zip(self.gpus, most, strict=True))
         return self.total // gpus
 
 
@@ -78,6 +80,7 @@ class Engines:
     tensor_parallel: int
     why: str
     spans_nodes: bool = False
+    most: int = 0  # that it may become as nodes join; 0: it stays as it is
 
     @property
     def engine_args(self) -> dict[str, Any]:
@@ -85,19 +88,26 @@ class Engines:
         return {"distributed_executor_backend": "ray"} if self.spans_nodes else {}
 
 
-def see_cluster() -> Cluster:
-    """The connected Ray cluster."""
+def see_cluster(resources: Mapping[str, float] | None = None) -> Cluster:
+    """The connected Ray cluster.
+
+    Args:
+        resources: of one's own, that an engine or worker asks for: only nodes that have them count.
+    """
     import ray
 
+    own = resources or {}
     nodes = [n["Resources"] for n in ray.nodes() if n.get("Alive")]
-    with_gpus = [n for n in nodes if n.get("GPU", 0) >= 1]
+    nodes = [n for n in nodes if all(n.get(name, 0.0) >= amount for name, amount in own.items())]
+    with_gpus = sorted((n for n in nodes if n.get("GPU", 0) >= 1), key=lambda n: -int(n["GPU"]))
     names = [k.partition(":")[2] for n in with_gpus for k in n if k.startswith("accelerator_type:")]
     known = [gpu.memory_gib * GIB for name in names if (gpu := known_gpu(name)) is not None]
     return Cluster(
-        gpus=tuple(sorted((int(n["GPU"]) for n in with_gpus), reverse=True)),
+        gpus=tuple(int(n["GPU"]) for n in with_gpus),
         memory=min(known) if known and len(known) == len(with_gpus) else None,
         cpus=sum(n.get("CPU", 0.0) for n in nodes),
         gpu_name=names[0] if names else None,
+        most=tuple(min(int(n[name] / amount) for name, amount in own.items()) for n in with_gpus) if own else (),
     )
 
 
@@ -149,13 +159,14 @@ def choose(config: Config, need: Need, cluster: Cluster, parts: int | None = Non
         tensor_parallel, why = _tensor_parallel(g.tensor_parallel, need, cluster, g.gpu_memory_utilization)
         replicas = max(1, cluster.engines(tensor_parallel)) if g.replicas == "auto" else g.replicas
     wanted, replicas = replicas, min(replicas, parts or replicas)
+    spans = tensor_parallel > cluster.widest > 0
+    grows = g.replicas == "auto" and cluster.total > 0 and not spans
     unit = "GPU" if cluster.total else "CPU engine"
     words = f"{replicas} engine(s) of {tensor_parallel} {unit}{'s' if tensor_parallel > 1 else ''}"
     if wanted > replicas:
         words += f", since there are only {parts} parts to make"
-    return Engines(
-        replicas, tensor_parallel, f"{words} ({why or 'as configured'})", tensor_parallel > cluster.widest > 0
-    )
+    most = max(replicas, parts or 0) if grows else 0
+    return Engines(replicas, tensor_parallel, f"{words} ({why or 'as configured'})", spans, most)
 
 
 def _tensor_parallel(given: int | Literal["auto"], need: Need, cluster: Cluster, utilization: float) -> tuple[int, str]:
@@ -203,19 +214,25 @@ def check_engines(config: Config, engines: Engines, need: Need, cluster: Cluster
         UserError: with the sum and the number to change.
     """
     r, n = engines.replicas, engines.tensor_parallel
+    own = config.generate.resources
+    have = f"the cluster's nodes with {own} have" if own else "the cluster has"
+    if own and not cluster.cpus and not cluster.total:
+        raise UserError(f"no node has what generate.resources asks for, {own}; start nodes with it or leave it out")
+    if own and engines.spans_nodes:
+        raise UserError("generate.resources holds an engine on one node, and the target needs several; leave it out")
     if not cluster.total:
         if n > 1:
             raise UserError("generate.tensor_parallel is above 1 and the cluster has no GPU; set it to 1")
         need_cpus = config.ray.engine_cpus * r
         if need_cpus > cluster.cpus:
             raise UserError(
-                f"generate needs {r} x {config.ray.engine_cpus:g} = {need_cpus:g} CPUs and the cluster has"
+                f"generate needs {r} x {config.ray.engine_cpus:g} = {need_cpus:g} CPUs and {have}"
                 f" {cluster.cpus:g}; lower generate.replicas or ray.engine_cpus"
             )
         return
     if r * n > cluster.total:
         raise UserError(
-            f"generate needs {r} x {n} = {r * n} GPUs and the cluster has {cluster.total};"
+            f"generate needs {r} x {n} = {r * n} GPUs and {have} {cluster.total};"
             " lower generate.replicas or generate.tensor_parallel"
         )
     if r > cluster.engines(n):
@@ -281,15 +298,23 @@ def inside(group: Any) -> dict[str, Any]:
     return {"num_cpus": 1, "scheduling_strategy": place}
 
 
-def wait_until_free(engines: Engines, on_gpu: bool) -> None:
-    """Wait for the GPUs of ended engines, so that the next stage finds them; says so where they do not come back."""
+def gpus_in_use() -> float:
+    """GPUs of the cluster that somebody holds."""
     import ray
 
-    need = engines.replicas * engines.tensor_parallel
+    return float(ray.cluster_resources().get("GPU", 0) - ray.available_resources().get("GPU", 0))
+
+
+def wait_until_free(held: float) -> None:
+    """Wait for the GPUs of ended engines, so that the next stage finds them; says so where they do not come back.
+
+    Args:
+        held: GPUs that were in use before the engines began.
+    """
     deadline = time.monotonic() + _FREE_WAIT_S
-    while on_gpu and ray.available_resources().get("GPU", 0) < need:
+    while (still := gpus_in_use() - held) > 0:
         if time.monotonic() > deadline:
-            log.warning("generate: %d GPUs are not back %g s after the engines ended", need, _FREE_WAIT_S)
+            log.warning("generate: %g GPUs are not back %g s after the engines ended", still, _FREE_WAIT_S)
             return
         time.sleep(0.2)
 

@@ -213,14 +213,30 @@ class Store:
             found = self._fs.find(self.root)
         return sorted(str(p)[len(self.root) + 1 :] for p in found)
 
-    def local_folder(self, path: str) -> Path:
-        """As `local`, for a folder of plain files."""
+    @contextlib.contextmanager
+    def open_folder(self, path: str = "", write: bool = False) -> Iterator[Path]:
+        """A local folder with the plain files of folder `path`: itself when local, else a copy that the block's end
+        removes.
+
+        With `write`, the files that the block leaves in the copy are put into the store, unless it ends in an error. A
+        UserError of the block that names the copy names the store's folder instead.
+        """
         if self.is_local:
-            return Path(self.full(path))
-        target = Path(tempfile.mkdtemp(prefix="draftmill-"))
-        for name in self.files(path):
-            shutil.copyfile(self.local(f"{path}/{name}"), target / name)
-        return target
+            yield Path(self.full(path))
+            return
+        inside = f"{path}/" if path else ""
+        with tempfile.TemporaryDirectory(prefix="draftmill-") as temporary:
+            folder = Path(temporary) / self.full(path).rsplit("/", 1)[-1]
+            with explained(self.url):
+                folder.mkdir()
+                for name in self.files(path):
+                    self._fs.get_file(self.full(inside + name), str(folder / name))
+            try:
+                yield folder
+            except UserError as error:
+                raise UserError(str(error).replace(str(folder), f"{self.url}/{path}".rstrip("/"))) from error
+            for file in sorted(folder.iterdir()) if write else ():
+                self.put(file, inside + file.name)
 
     def sha256(self, path: str) -> str:
         """Hex digest of the content of `path`."""

@@ -226,6 +226,11 @@ def _digest_files(paths: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
+def weights_digest(folder: Path) -> str:
+    """Digest of a target's config and weight files."""
+    return _digest_files([folder / "config.json", *sorted(folder.glob("*.safetensors"))])
+
+
 def inspect_target(
     name: str, revision: str | None = None, trust_remote_code: bool = False, chat_template: str | None = None
 ) -> TargetInfo:
@@ -250,7 +255,6 @@ def inspect_target(
     files += sorted(path for pattern in _REMOTE_TOKENIZER_FILES for path in folder.glob(pattern))
     template_text = str(tokenizer.chat_template or "")
     tokenizer_digest = hashlib.sha256((_digest_files(files) + template_text).encode()).hexdigest()[:16]
-    weights = sorted(folder.glob("*.safetensors"))
     return TargetInfo(
         model=str(folder),
         name=name,
@@ -272,7 +276,7 @@ def inspect_target(
         eos_token_ids=tuple(dict.fromkeys(eos)),
         pad_token_id=config.get("pad_token_id", raw.get("pad_token_id")),
         quantization=quantization_of(raw, config),
-        weights_digest=_digest_files([folder / "config.json", *weights]),
+        weights_digest=weights_digest(folder),
         tokenizer_digest=tokenizer_digest,
         extra={
             "model_type": config.get("model_type", ""),

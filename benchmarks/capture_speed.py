@@ -158,7 +158,7 @@ def worker_config(args: argparse.Namespace, model: str, run_dir: str) -> Any:
     )
     engines = Engines(replicas=1, tensor_parallel=1, why="one GPU")
     made = _worker_config(ctx, torch.cuda.is_available(), engines)  # type: ignore[arg-type]
-    return replace(made, spec=replace(made.spec, engine_process=args.engine_process))
+    return replace(made, spec=replace(made.spec, engine_process=False)) if args.in_process else made
 
 
 def run_shards(worker: Any, parts: range, in_flight: int) -> int:
@@ -370,7 +370,7 @@ def run_mode(mode: str, model: str, args: argparse.Namespace) -> dict[str, Any]:
     options = [
         f"--{n}={getattr(args, n.replace('-', '_'))}" for n in (*SIZES, "shape", "out", "capture", "engine-args")
     ]
-    options += ["--engine-process"] * args.engine_process
+    options += ["--in-process"] * args.in_process
     return run_case(["--mode", mode, "--model", model, *options], "benchmarks.capture_speed")
 
 
@@ -382,7 +382,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--capture", default="{}", help="the configuration's capture section, JSON")
     made.add_argument("--engine-args", default="{}", help="more arguments of vLLM's engine, JSON")
     made.add_argument("--out", default=tempfile.gettempdir(), help="folder on the disk that takes the shards")
-    made.add_argument("--engine-process", action="store_true", help="our engine in a process of its own")
+    made.add_argument("--in-process", action="store_true", help="our engine in the process that writes the parts")
     made.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     made.add_argument("--model", help=argparse.SUPPRESS)
     for name in SIZES:

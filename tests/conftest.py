@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import fsspec
 import pytest
+import requests
 from torch import Tensor
 
 from app import cli
@@ -84,6 +87,38 @@ def tiny_draft(tiny_target: TargetInfo, tiny_embed: Tensor, tmp_path: Path) -> P
     """A right draft checkpoint for TINY, to break."""
     config = draft_config(tiny_target)
     return write_checkpoint(tmp_path / "draft", config, random_tensors(config), tiny_embed, tiny_target)
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An empty bucket on a local moto server, reached by the standard environment."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "AKIAEXAMPLEEXAMPLE00",
+        "AWS_SECRET_ACCESS_KEY": "a-secret-of-this-test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": url,
+    }.items():
+        monkeypatch.setenv(name, value)
+    requests.post(f"{url}/moto-api/reset", timeout=10)  # its buckets are the process's
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # those there are know another address
+    boto3.client("s3").create_bucket(Bucket="runs")
+    yield "s3://runs"
+    server.stop()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder of the test's own, empty."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
 
 
 @pytest.fixture

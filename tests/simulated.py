@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.errors import RowError
 from app.storage import Store
 
 
@@ -76,26 +77,45 @@ class LightWorker:
 class SimulatedEngine:
     """An engine for PartWorker that takes SIM_PART_S seconds for SIM_ROWS requests, one after the other.
 
-    engine_args: SIM_PART_S, SIM_ROWS, SIM_LOG (a file that gets a line for each stretch of work).
+    engine_args: SIM_PART_S, SIM_ROWS, SIM_LOG (a file that gets a line for each stretch of work); SIM_REFUSES: text
+    in a conversation that is rejected; SIM_HANGS_ONCE: a file, the engine answers nothing any more from its third
+    request on where that file is absent, after making it.
     """
 
     def __init__(self, spec: Any) -> None:
         args = spec.engine_args
         self._seconds, self._path = float(args["SIM_PART_S"]) / int(args["SIM_ROWS"]), str(args["SIM_LOG"])
+        self._refused, self._hangs_once = args.get("SIM_REFUSES"), args.get("SIM_HANGS_ONCE")
         self._busy = asyncio.Lock()
+        self._waiting = self._steps = 0
         Path(self._path).touch()
+
+    def load(self) -> Any:
+        from app.engine.board import Load
+
+        return Load(self._steps, min(self._waiting, 1), max(0, self._waiting - 1), 0.25)
 
     async def complete(self, request: Any) -> Any:
         from app.engine.base import Completion
         from tests.stubs import answer_of, states_of
 
         if request.answer_ids is None:
+            self._waiting += 1
             async with self._busy:
+                await self._hang_once()
                 begun = time.time()
                 await asyncio.sleep(self._seconds)
                 _log(self._path, begun)
+                self._waiting, self._steps = self._waiting - 1, self._steps + 1
+            if self._refused is not None and self._refused in str(request.messages):
+                raise RowError("simulated", "refused as asked")
         answer = request.answer_ids or answer_of(request.request_id, 12)
         return Completion(list(answer), "stop", states_of(request.prompt_ids + list(answer)))
+
+    async def _hang_once(self) -> None:
+        if self._hangs_once is not None and self._steps == 2 and not Path(self._hangs_once).exists():
+            Path(self._hangs_once).write_text(str(os.getpid()))
+            await asyncio.Event().wait()
 
     def close(self) -> None:
         pass

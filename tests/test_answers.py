@@ -53,6 +53,15 @@ def test_calls_are_found_and_compared_by_value() -> None:
     assert message["tool_calls"] == recorded["tool_calls"]
 
 
+@pytest.mark.parametrize("opened", ['{"a":' + "[" * 3000, '{"a":' * 3000, "{" * 3000])
+def test_brackets_without_end_are_no_call(opened: str) -> None:
+    """What a small model stutters must not end the run."""
+    call = '{"name": "f", "arguments": {"x": 1}}'
+    assert calls_in(call + opened) == calls_in(opened + "]" + call) == [("f", {"x": 1})]
+    deep = json.dumps({"name": "f", "arguments": opened})
+    assert calls_in(deep) == [("f", opened)]
+
+
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
 

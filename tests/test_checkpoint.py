@@ -312,6 +312,7 @@ def test_states_of_other_layers_give_other_logits(
 
 
 def test_serve_commands_parse(tmp_path: Path) -> None:
+    """F73: shell words and JSON that say EAGLE-3, and nothing of the draft's own tensor parallelism."""
     folder = tmp_path / "a draft's folder"
     words = shlex.split(vllm_serve_command("some/target", folder, 3))
     assert words[:3] == ["vllm", "serve", "some/target"]

@@ -1,12 +1,9 @@
 """The whole product on a few rows: real vLLM, real Ray Data and Ray Train, real S3 protocol, a real submitted job."""
 
 import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 
 from app.runfolder import RunFolder
 from app.stages import STAGES
+from tests.ray_head import RAY, running_head
 from tests.runs import ROOT, Command, draftmill, prompts, save_config, tiny_config, write_rows
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1500)]
@@ -81,27 +79,6 @@ def test_one_command_then_reuse_then_what_depends_on_a_change(
     assert [n for n, s in stages.items() if not s["reused"]] == ["export", "evaluate"]
 
 
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket on a local moto server, reached by the standard environment."""
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "AKIAEXAMPLEEXAMPLE00",
-        "AWS_SECRET_ACCESS_KEY": "a-secret-of-this-test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}",
-    }.items():
-        monkeypatch.setenv(name, value)
-    boto3.client("s3").create_bucket(Bucket="runs")
-    yield "s3://runs"
-    server.stop()
-
-
 def test_a_run_folder_on_s3(tiny: Path, tmp_path: Path, s3: str, draftmill_here: Command) -> None:
     path = real_config(tiny, tmp_path, f"{s3}/demo")
     result = draftmill("run", str(path), timeout=900)
@@ -123,38 +100,10 @@ def test_a_run_folder_on_s3(tiny: Path, tmp_path: Path, s3: str, draftmill_here:
     assert "Traceback" not in missing.stderr and "bucket" in missing.stderr
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 @pytest.fixture
-def ray_head(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A running one-node cluster with its own ports and token; the environment that reaches it."""
-    ports = {"gcs": free_port(), "dashboard": free_port(), "client": free_port(), "agent": free_port()}
-    ray = str(Path(sys.executable).with_name("ray"))
-    home = tempfile.mkdtemp(prefix="dm-", dir="/tmp")  # Ray's socket paths must stay short
-    env = {
-        **os.environ,
-        "HOME": home,
-        "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
-        "RAY_AUTH_MODE": "token",
-        "RAY_TMPDIR": home,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    env.pop("RAY_ADDRESS", None)
-    subprocess.run([ray, "get-auth-token", "--generate"], env=env, check=True, capture_output=True, timeout=120)
-    start = [
-        ray, "start", "--head", f"--port={ports['gcs']}", f"--dashboard-port={ports['dashboard']}",
-        f"--ray-client-server-port={ports['client']}", f"--dashboard-agent-listen-port={ports['agent']}",
-        "--num-cpus=2", "--object-store-memory=200000000", "--disable-usage-stats", f"--temp-dir={home}/ray",
-    ]  # fmt: skip
-    subprocess.run(start, env=env, check=True, capture_output=True, timeout=180)
-    env["RAY_ADDRESS"] = f"http://127.0.0.1:{ports['dashboard']}"
-    yield env
-    subprocess.run(["pkill", "-9", "-f", home], check=False)
-    shutil.rmtree(home, ignore_errors=True)
+def ray_head() -> Iterator[dict[str, str]]:
+    with running_head() as env:
+        yield env
 
 
 def test_a_submitted_job(tiny: Path, tmp_path: Path, ray_head: dict[str, str]) -> None:
@@ -163,8 +112,7 @@ def test_a_submitted_job(tiny: Path, tmp_path: Path, ray_head: dict[str, str]) -
     shutil.copytree(ROOT / "app", folder / "app", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "configs").mkdir()
     shutil.copy(real_config(tiny, tmp_path, "runs/job"), folder / "configs" / "demo.yaml")
-    ray = str(Path(sys.executable).with_name("ray"))
-    line = [ray, "job", "submit", "--working-dir", ".", "--", "python", "-m", "app", "run", "configs/demo.yaml"]
+    line = [RAY, "job", "submit", "--working-dir", ".", "--", "python", "-m", "app", "run", "configs/demo.yaml"]
     submitted = subprocess.run(line, cwd=folder, env=ray_head, capture_output=True, text=True, timeout=900)
     assert submitted.returncode == 0, submitted.stdout[-3000:] + submitted.stderr[-2000:]
     run = Path(ray_head["HOME"]) / "draftmill" / "runs" / "job"  # Ray throws the job's own folder away

@@ -16,17 +16,17 @@ import torch
 from safetensors import SafetensorError
 
 from app.cli import run
-from app.config import load_config, parse_config
+from app.config import Config, load_config, parse_config
 from app.conversations import RESERVED_KWARGS
 from app.errors import UserError
 from app.forgotten import read_forgotten
-from app.lease import holder_of
+from app.lease import Lease, holder_of
 from app.parts import PARTS, committed_parts, read_entry, remove_orphans, write_part
 from app.pipeline import Stage, StageContext, StageResult, run_pipeline, run_stage
 from app.pipelines import ingest
 from app.redact import redact
 from app.results import write_results
-from app.runfolder import RunFolder
+from app.runfolder import RunFolder, sealed, unsealed
 from app.stages import stages_up_to
 from app.status import status_lines
 from app.storage import Store, explained
@@ -136,9 +136,18 @@ def test_a_checkpoint_with_garbage_for_its_state_does_not_count(checkpoints: Sto
         '{"pid": 1, "host": ["elsewhere"], "heartbeat": "now"}',
         '{"pid": 1, "host": "elsewhere", "heartbeat": 1' + "0" * 400 + "}",
         '{"pid": 1, "host": "elsewhere", "heartbeat": 1, "timeout_s": {}}',
+        '{"pid": "9", "host": "elsewhere", "heartbeat": 1e999, "timeout_s": 60}',
+        '{"pid": 1, "host": "elsewhere", "heartbeat": 1e999, "timeout_s": 60}',
+        '{"pid": 1, "host": "elsewhere", "heartbeat": NaN, "timeout_s": 60}',
+        '{"pid": 1, "host": "elsewhere", "heartbeat": 4102444800, "timeout_s": 60}',
+        '{"pid": 1, "host": "elsewhere", "heartbeat": 1, "timeout_s": 1e999}',
+        '{"pid": "' + "9" * 5000 + '", "host": "elsewhere", "heartbeat": 1, "timeout_s": 60}',
     ],
 )
-def test_a_garbage_lease_holds_nobody_up(tiny: Path, tmp_path: Path, garbage: str) -> None:
+def test_a_garbage_lease_holds_nobody_up_and_is_told(
+    tiny: Path, tmp_path: Path, garbage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("draftmill"), "propagate", True)
     run = tmp_path / "run"
     run.mkdir()
     config = tiny_config(tiny, run, tmp_path / "absent.jsonl")
@@ -147,6 +156,17 @@ def test_a_garbage_lease_holds_nobody_up(tiny: Path, tmp_path: Path, garbage: st
     assert not any(line.startswith("running") for line in status_lines(str(run), []))
     assert run_pipeline(config, [stub_stage()])["ingest"]["reused"] is False
     assert not (run / "lease.json").exists()
+    (told,) = [r.getMessage() for r in caplog.records if "lease.json" in r.getMessage()]
+    assert "counts as left over: it" in told and len(told) < 300
+
+
+@pytest.mark.parametrize(("ahead", "words"), [(0.5, "0 s ago"), (-30, "30 s ago"), (3000, "3000 s ahead of this")])
+def test_a_clock_that_is_ahead_is_told_as_such(tmp_path: Path, ahead: float, words: str) -> None:
+    store = Store(str(tmp_path))
+    living = {"pid": 7, "host": "elsewhere:boot", "heartbeat": time.time() + ahead, "timeout_s": 60}
+    store.write_json("lease.json", living)
+    with pytest.raises(UserError, match=f"last heartbeat {words}.*if it is dead, wait [0-9]+ s"):
+        Lease(store, 5).acquire()
 
 
 def test_a_lease_names_its_stage_only_while_its_driver_lives() -> None:
@@ -194,14 +214,14 @@ def test_a_folder_where_a_file_belongs_is_one_sentence(tiny: Path, tmp_path: Pat
     assert (run / name).is_dir()
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", "a: [1,", "5"])
-def test_a_garbage_config_is_no_run_folder(tiny: Path, tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(UserError, match="is no run folder"):
+@pytest.mark.parametrize("text", ["", "[1, 2]", "a: [1,", "5", "a: \udcff", "a: \x00", "[" * 100_000])
+def test_a_garbage_config_is_told_as_damaged(tiny: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text, errors="surrogateescape")
+    with pytest.raises(UserError, match=r"config.yaml is damaged \(.*give the YAML file of the run"):
         status_lines(str(tmp_path), [])
     with pytest.raises(UserError, match="give it a folder of its own"):
         run_pipeline(tiny_config(tiny, tmp_path, tmp_path / "absent.jsonl"), [stub_stage()])
-    assert (tmp_path / "config.yaml").read_text() == text
+    assert (tmp_path / "config.yaml").read_text(errors="surrogateescape") == text
 
 
 def test_garbage_in_the_training_log_does_not_break_status(tiny: Path, tmp_path: Path) -> None:
@@ -227,6 +247,10 @@ def test_garbage_in_the_training_log_is_dropped_on_resume(tmp_path: Path) -> Non
     assert (tmp_path / "metrics.jsonl").read_text() == good + "\n"
 
 
+ENTRY: dict[str, Any] = {
+    "part": 0, "key": "k", "rows_in": 0, "conversations": 0, "rejects": [], "cut_short": [], "tokens": {},
+    "finish_reasons": {}, "layers": [2, 4, 5], "dtype": "bfloat16", "hidden_size": 4, "seconds": 0.0,
+}  # fmt: skip
 BAD_ENTRIES: dict[str, Callable[[dict[str, Any]], str]] = {
     **{name: always(text) for name, text in NO_JSON.items()},
     "empty": lambda good: "",
@@ -234,6 +258,7 @@ BAD_ENTRIES: dict[str, Callable[[dict[str, Any]], str]] = {
     "missing_key": lambda good: json.dumps({k: v for k, v in good.items() if k != "files"}),
     "files_is_a_list": lambda good: json.dumps({**good, "files": []}),
     "files_of_numbers": lambda good: json.dumps({**good, "files": {"rows": 1, "states": 2}}),
+    "half_a_surrogate": lambda good: json.dumps({**good, "dtype": "\ud800"}),
     "file_without_checksum": lambda good: json.dumps(
         {**good, "files": {k: {"name": "x", "size": 1} for k in good["files"]}}
     ),
@@ -243,11 +268,7 @@ BAD_ENTRIES: dict[str, Callable[[dict[str, Any]], str]] = {
 @pytest.mark.parametrize("fault", BAD_ENTRIES)
 def test_a_garbage_part_entry_is_a_part_to_make(tmp_path: Path, fault: str) -> None:
     store = Store(str(tmp_path))
-    entry = {
-        "part": 0, "key": "k", "rows_in": 0, "conversations": 0, "rejects": [], "cut_short": [], "tokens": {},
-        "finish_reasons": {}, "layers": [2, 4, 5], "dtype": "bfloat16", "hidden_size": 4, "seconds": 0.0,
-    }  # fmt: skip
-    write_part(store, entry, [], [])
+    write_part(store, ENTRY, [], [])
     assert committed_parts(store, {0: "k"}, "checksum")[0].keys() == {0}
     path = store.local(f"{PARTS}/part-00000.json")
     path.write_text(BAD_ENTRIES[fault](json.loads(path.read_text())))
@@ -255,6 +276,46 @@ def test_a_garbage_part_entry_is_a_part_to_make(tmp_path: Path, fault: str) -> N
     assert committed_parts(store, {0: "k"}, "checksum") == ({}, {0: "its entry cannot be read"})
     assert remove_orphans(store) == 3
     assert store.files(PARTS) == []
+
+
+ODD_ENTRIES: dict[str, dict[str, Any]] = {
+    "files_is_text": {"files": "x"},
+    "files_is_a_list": {"files": ["rows", "states"]},
+    "no_states": {"files": {"rows": {"name": "a.parquet", "size": 1, "sha256": "0"}}},
+    "file_without_name": {"files": {k: {"size": 1, "sha256": "0"} for k in ("rows", "states")}},
+    "file_of_another_folder": {
+        "files": {k: {"name": "../../secret.parquet", "size": 1, "sha256": "0"} for k in ("rows", "states")}
+    },
+    "size_is_text": {"files": {k: {"name": "a.parquet", "size": "x", "sha256": "0"} for k in ("rows", "states")}},
+    "rejects_of_text": {"rejects": ["x"]},
+    "tokens_is_a_list": {"tokens": [1]},
+    "counts_of_text": {"finish_reasons": {"stop": "many"}},
+}
+
+
+@pytest.mark.parametrize("fault", ODD_ENTRIES)
+def test_a_sealed_entry_of_another_form_is_a_part_to_make(tmp_path: Path, fault: str) -> None:
+    store = Store(str(tmp_path))
+    write_part(store, ENTRY, [], [])
+    path = store.local(f"{PARTS}/part-00000.json")
+    entry = unsealed(json.loads(path.read_text()))
+    assert entry is not None and read_entry(store, 0) is not None
+    path.write_text(json.dumps(sealed({**entry, **ODD_ENTRIES[fault]})))
+    assert committed_parts(store, {0: "k"}, "checksum") == ({}, {0: "its entry cannot be read"})
+    assert remove_orphans(store) == 3
+
+
+@pytest.mark.parametrize(
+    "change", [{"outputs": {"ingest/made.bin": {}}}, {"outputs": []}, {"inputs": []}, {"counts": 5}, {"config": "x"}]
+)
+def test_a_sealed_manifest_of_another_form_is_a_stage_to_do(tiny: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    ctx = context(tiny_config(tiny, tmp_path / "run", tmp_path / "absent.jsonl"))
+    run_stage(stub_stage(), ctx)
+    path = tmp_path / "run" / "ingest" / "manifest.json"
+    good = unsealed(json.loads(path.read_text()))
+    assert good is not None
+    path.write_text(json.dumps(sealed({**good, **change})))
+    assert [run_stage(stub_stage(), ctx)[1] for _ in range(2)] == [False, True]
 
 
 # Full disks
@@ -323,6 +384,47 @@ def test_reserved_template_arguments_and_half_surrogates_are_rejected_by_reason(
     for number, name in enumerate(sorted(RESERVED_KWARGS), 6):
         assert named[f"rows.jsonl:{number}"]["detail"] == f"{name} cannot be set by a row"
     assert named[f"rows.jsonl:{len(rows) - 2}"]["reason"] == "bad_encoding"
+
+
+DEEP = "[" * 100_000
+NESTED = '{"a": ' + "[" * 900 + "]" * 900 + "}"  # within what JSON can be read to, not within a template's reach
+HALF = '{"a": "\\ud800"}'
+
+
+def called(arguments: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "weigh", "arguments": arguments}}]
+
+
+@pytest.mark.parametrize("use", ["regenerate", "as_is"])
+def test_json_inside_a_row_that_cannot_be_used_rejects_that_row_alone(tiny: Path, tmp_path: Path, use: str) -> None:
+    def talk(calls: Any) -> dict[str, Any]:
+        turns = [("user", "How heavy?"), ("assistant", "Wait."), ("tool", "5"), ("assistant", "Five.")]
+        messages: list[dict[str, Any]] = [{"role": r, "content": c} for r, c in turns]
+        messages[1]["tool_calls"] = calls
+        return {"messages": messages}
+
+    plain = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    shared = [{"from": "human", "value": "q"}, {"from": "function_call", "value": ""}, {"from": "gpt", "value": "a"}]
+    log = {"model": "m", "response": {"choices": [{"message": {"role": "assistant", "content": "a"}}]}}
+    bad: list[tuple[Any, str]] = [
+        (talk(called(HALF)), "bad_encoding"), (talk(json.dumps(called({"a": "\ud800"}))), "bad_encoding"),
+        (talk('[{"function": {"name": "\\ud800", "arguments": "x"}}]'), "bad_tool_arguments"),
+        (talk(called(DEEP)), "bad_tool_arguments"), (talk(called(NESTED)), "bad_json"),
+        (talk(DEEP), "bad_tool_call"), ({**plain, "tools": DEEP}, "bad_tools"),
+        ({**plain, "tools": f"[{NESTED}]"}, "bad_json"), ({**plain, "tools": f"[{HALF}]"}, "bad_encoding"),
+        ({"conversations": [shared[0], {**shared[1], "value": DEEP}, shared[2]]}, "bad_tool_call"),
+        ('{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],'
+         f' "template_kwargs": {NESTED}}}', "bad_json"),
+        ({**log, "request": DEEP}, "bad_json"),
+    ]  # fmt: skip
+    rows = [{"messages": [{"role": "user", "content": f"q {i}"}, {"role": "assistant", "content": "a"}]} for i in "abc"]
+    source = write_rows(tmp_path / "rows.jsonl", [*rows, *(row for row, _ in bad)])
+    sources = [{"path": str(source), "max_reject_share": 1, "use": use}]
+    result = ingest.run(context(tiny_config(tiny, tmp_path / "run", source, sources=sources)))
+    rejects = [json.loads(x) for x in (tmp_path / "run" / "ingest" / "rejects.jsonl").read_text().splitlines()]
+    assert [r["reason"] for r in rejects] == [reason for _, reason in bad]
+    assert all(r["detail"] and len(r["detail"]) < 400 for r in rejects)
+    assert result.counts["kept"] == 3
 
 
 # Secrets
@@ -429,11 +531,21 @@ def test_settings_at_the_edge_are_taken() -> None:
     assert config.generate.max_new_tokens == 2047
 
 
-def test_a_cut_parquet_file_is_one_sentence(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cut_parquet_file_is_one_sentence(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_config(tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(25)))
     run_pipeline(config, stages_up_to("ingest"))
     part = tmp_path / "run/ingest/parts/part-00000.parquet"
     part.write_bytes(part.read_bytes()[:-20])
+    assert run(["forget", str(tmp_path / "run"), "0" * 24]) == 1
+    assert f"draftmill: error: {part} cannot be read" in capsys.readouterr().err.strip().splitlines()[-1]
+
+    def read(config: Config, ids: list[str]) -> list[str]:
+        """A command that does not look for damage."""
+        return [str(pq.read_table(part))]
+
+    monkeypatch.setattr("app.forget.forget", read)
     assert run(["forget", str(tmp_path / "run"), "0" * 24]) == 1
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith("draftmill: error: a Parquet file of the run folder is damaged")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -18,8 +19,17 @@ from app.errors import UserError
 from app.forget import forget
 from app.forgotten import FORGOTTEN
 from app.lease import Lease
-from app.parts import PARTS, committed_parts, read_entry, read_ingest_part, write_entry
+from app.parts import (
+    INGEST_SCHEMA,
+    PARTS,
+    committed_parts,
+    read_entry,
+    read_ingest_part,
+    write_entry,
+    write_ingest_part,
+)
 from app.pipeline import Stage, StageContext, StageResult, run_pipeline, run_stage, stage_state
+from app.runfolder import sealed
 from app.status import status_lines
 from app.storage import Store
 from tests.pipelines.finished import finish_generate, stage
@@ -423,6 +433,131 @@ def test_before_generate_and_through_ingest(tiny: Path, tmp_path: Path, draftmil
     assert not [p for p, text in texts(tmp_path / "run") if SECRET in text]
     unknown = draftmill_here("forget", str(tmp_path / "run"), "0" * 24)
     assert unknown.returncode == 1 and unknown.stderr.count("\n") == 1, unknown.stderr
+
+
+# Damage: what is broken gets no fresh checksum, and a forgetting that has begun can always be finished.
+
+
+def flip(path: Path, at: float = 0.5) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 0x40
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def data_file(ctx: StageContext, part: int, kind: str) -> Path:
+    entry = read_entry(ctx.run.store, part)
+    assert entry is not None
+    return Path(ctx.run.store.full(f"{PARTS}/{entry.files[kind]['name']}"))
+
+
+@pytest.mark.parametrize("kind", ["rows", "states"])
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_damaged_part_goes_whole_and_is_made_again(
+    tiny: Path, tmp_path: Path, kind: str, damage: Any, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`begun`: it was damaged after the plan was written."""
+    config = config_of(tiny, tmp_path)
+    ctx = finish_generate(config)
+    ctx.run.write_config(config)
+    identity = id_of(ctx)
+    run_stage(stage("vocab"), ctx)
+    if begun:
+        with monkeypatch.context() as patch:
+            patch.setattr("app.removal.Removal.run", lambda self: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                forget(config, [identity])
+    damage(data_file(ctx, 1, kind))
+    lines = forget(config, [identity])
+    (told,) = [line for line in lines if f"{PARTS}/part-00001 " in line]
+    assert "removed whole: " in told and f"{kind} file" in told and "`draftmill run` makes it again" in told
+    assert not [p for p, text in texts(tmp_path / "run") if identity in text or SECRET in text]
+    valid, _ = committed_parts(ctx.run.store, part_keys(ctx), "checksum")
+    assert set(valid) == {0, 2}
+    assert stage_state(stage("generate"), ctx).state == "stale"
+    assert stage_state(stage("vocab"), ctx).reasons == ("a conversation was forgotten",)
+    assert forget(config, [identity]) == [f"{identity}: forgotten before, nothing is left of it"]
+
+
+def test_a_damaged_part_of_others_goes_only_where_it_cannot_be_read(tiny: Path, tmp_path: Path) -> None:
+    """A look at all states would read terabytes: what is not rewritten keeps the checksum that tells."""
+    config = config_of(tiny, tmp_path)
+    ctx = finish_generate(config)
+    ctx.run.write_config(config)
+    cut(data_file(ctx, 0, "rows"))
+    flip(data_file(ctx, 2, "states"))
+    forget(config, [id_of(ctx)])
+    valid, bad = committed_parts(ctx.run.store, part_keys(ctx), "checksum")
+    assert set(valid) == {1} and set(bad) == {2} and "does not match its checksum" in bad[2]
+
+
+@pytest.mark.parametrize("change", [{"files": "x"}, {"files": {"rows": {}}}, {"rejects": [5]}])
+def test_a_sealed_entry_of_another_form_goes_whole(tiny: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    config = config_of(tiny, tmp_path)
+    ctx = finish_generate(config)
+    ctx.run.write_config(config)
+    entry = read_entry(ctx.run.store, 1)
+    assert entry is not None
+    ctx.run.store.write_json(f"{PARTS}/part-00001.json", sealed({**entry.__dict__, **change}))
+    lines = forget(config, [id_of(ctx)])
+    assert any("removed whole, 3 file(s): its entry cannot be read" in line for line in lines)
+
+
+def test_an_ingest_part_that_cannot_be_read_is_named_and_nothing_is_removed(
+    tiny: Path, tmp_path: Path, draftmill_here: Command
+) -> None:
+    config = config_of(tiny, tmp_path)
+    ctx = finish_generate(config)
+    ctx.run.write_config(config)
+    identity = id_of(ctx)
+    cut(tmp_path / "run/ingest/parts/part-00002.parquet")
+    before = content(tmp_path / "run")
+    done = draftmill_here("forget", str(tmp_path / "run"), identity)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "ingest/parts/part-00002.parquet cannot be read" in done.stderr
+    assert "nothing was removed; delete it, run `draftmill ingest`" in done.stderr
+    assert content(tmp_path / "run") == before
+
+
+def test_damage_of_ingest_is_not_made_valid(tiny: Path, tmp_path: Path) -> None:
+    """A part that reads well and is not what ingest wrote: its manifest still says so afterwards."""
+    config = config_of(tiny, tmp_path)
+    ctx = finish_generate(config)
+    ctx.run.write_config(config)
+    identity = id_of(ctx)
+    rows = read_ingest_part(ctx.run.store, 1)
+    rows[0]["messages"] = rows[0]["messages"].replace("sacks", "socks")
+    write_ingest_part(ctx.run.store, 1, pa.Table.from_pylist(rows, INGEST_SCHEMA))
+    lines = forget(config, [identity])
+    assert any("ingest/parts/part-00001.parquet" in line and "makes it again" in line for line in lines)
+    assert not [p for p, text in texts(tmp_path / "run") if identity in text or SECRET in text]
+    assert stage_state(stage("ingest"), ctx).state == "stale"
+    manifest, reused = run_stage(stage("ingest"), ctx)
+    assert not reused and manifest.counts["rejected"] == {"forgotten": 2}
+    assert "socks" not in json.dumps(read_ingest_part(ctx.run.store, 1))
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
+def test_an_ingest_part_that_broke_meanwhile_holds_no_forgetting_up(
+    tiny: Path, tmp_path: Path, damage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tiny, tmp_path)
+    ctx = finish_generate(config)
+    ctx.run.write_config(config)
+    identity = id_of(ctx)
+    with monkeypatch.context() as patch:
+        patch.setattr("app.removal.Removal.run", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            forget(config, [identity])
+    damage(tmp_path / "run/ingest/parts/part-00001.parquet")
+    forget(config, [identity])
+    assert not [p for p, text in texts(tmp_path / "run") if identity in text or SECRET in text]
+    manifest, reused = run_stage(stage("ingest"), ctx)
+    assert not reused and manifest.counts["rejected"] == {"forgotten": 2} and manifest.counts["kept"] == 24
 
 
 @pytest.mark.cluster

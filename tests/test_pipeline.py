@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from app.errors import UserError
-from app.parts import PARTS
+from app.parts import PARTS, read_entry, write_entry
 from app.pipeline import Stage, StageContext, StageResult, StageState, run_pipeline, run_stage, stage_state
 from app.pipelines import generate
 from app.stages import stages_up_to
@@ -85,17 +85,39 @@ def test_a_holdout_that_takes_every_row_is_refused_before_any_engine_starts(
         generate.run(ctx)
 
 
+def test_too_many_failed_rows_are_refused_before_any_engine_starts(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an earlier stop: the parts that are missing could not make up for it."""
+    source = write_rows(tmp_path / "r.jsonl", prompts(25))
+    config = tiny_config(tiny, tmp_path / "run", source, generate__max_error_share=0.1)
+    ctx = finish_generate(config)
+    entry = read_entry(ctx.run.store, 0)
+    assert entry is not None
+    fault = {"id": "a", "where": "r.jsonl:1", "reason": "bad_request", "detail": "no"}
+    write_entry(ctx.run.store, dataclasses.replace(entry, rejects=[fault] * 3))
+    ctx.run.store.delete(f"{PARTS}/part-00002.json")
+    monkeypatch.setattr(generate, "connect", never)
+    with pytest.raises(UserError, match=r"3 of 25 rows failed \(bad_request 3\).*generate\.retry_failed=true"):
+        generate.run(ctx)
+    monkeypatch.setattr(generate, "_generate_parts", start)
+    for changes in ({"generate__max_error_share": 0.2}, {"generate__retry_failed": True}):
+        with pytest.raises(Started):
+            generate.run(context(tiny_config(tiny, tmp_path / "run", source, **changes)))
+
+
 class Started(Exception):
     """The engines would start now."""
+
+
+def start(*args: Any, **kwargs: Any) -> Any:
+    raise Started
 
 
 @pytest.fixture
 def cluster_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, float]], None]:
     """Pretend to be connected to a cluster of these resources; Started is raised in place of the engines."""
     import ray
-
-    def start(*args: Any, **kwargs: Any) -> Any:
-        raise Started
 
     def pretend(resources: dict[str, float]) -> None:
         monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": resources}])

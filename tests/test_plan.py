@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.bench.sets import SetTurns
 from app.config import Config, parse_config
 from app.errors import UserError
 from app.parts import PartEntry, write_part
 from app.pipeline import refuse_foreign_folder
 from app.plan.command import compare_run, lines_of, plan_run
 from app.plan.cost import Shape, naive_bytes, part_bytes, shape_of
-from app.plan.estimate import Plan, at_bound, check_fits, context_table, make_plan
+from app.plan.estimate import Plan, StagePlan, at_bound, check_fits, context_table, make_plan
 from app.plan.hardware import GIB, RATE_KEYS, Described, Hardware, Rates, rough_rates
 from app.plan.measured import Timings, rates_of
 from app.plan.probe import probe, probe_config
@@ -181,6 +182,7 @@ def test_the_context_table_counts_what_each_length_cuts() -> None:
 
 
 def test_advice_has_the_published_anchors_and_names_the_length() -> None:
+    """F79, before the run: a small volume is a note, the plan stands."""
     config = a_config(max_length=1024, max_new_tokens=900)
     words = {}
     for rows in (400, 20_000, 200_000):
@@ -215,15 +217,48 @@ def test_a_sweep_of_the_bench_is_planned_whole() -> None:
     """Three engines, one without the draft, and at each concurrency a pass of every one."""
     stats = one_source([(100, 400)], rows=1000)
 
-    def bench_s(bench: dict[str, object]) -> float:
-        config = parse_config({"sources": [{"path": "x.jsonl"}], "bench": bench}, "test")
-        plan = a_plan(config, stats, KIMI, EIGHT, bench_start_s=10, bench_tokens_per_s=100, draft_tokens_per_s=200)
-        return next(s.seconds for s in plan.stages if s.name == "bench")
-
     tokens = 64 * 400
-    assert bench_s({}) == pytest.approx(2 * 10 + tokens / 100 + tokens / 200)
-    swept = bench_s({"draft_tokens": [3, 5], "concurrency": [1, 8, 32], "repeats": 2})
+    assert bench_plan(stats).seconds == pytest.approx(2 * 10 + tokens / 100 + tokens / 200)
+    swept = bench_plan(stats, draft_tokens=[3, 5], concurrency=[1, 8, 32], repeats=2).seconds
     assert swept == pytest.approx(3 * 10 + 2 * 3 * (tokens / 100 + 2 * tokens / 200))
+    two = [{"path": "x.jsonl", "domain": "chat"}, {"path": "y.jsonl", "domain": "code"}]
+    by_domain = bench_plan(stats, sources=two, draft_tokens=[3, 5], concurrency=[1, 8, 32], repeats=2).seconds
+    assert by_domain == pytest.approx(swept + tokens / 200)  # one pass more, with the draft, at one setting
+    assert bench_plan(stats, sources=two, domain_pass=False).seconds == bench_plan(stats).seconds
+    sampled = bench_plan(stats, temperature=0.7, test_prompts=4, test_samples=10, test_tokens=5).seconds
+    assert sampled == pytest.approx(bench_plan(stats).seconds + 200 / 100 + 200 / 200)
+    assert bench_plan(stats, max_new_tokens=256).seconds == pytest.approx(20 + tokens / 2 / 100 + tokens / 2 / 200)
+
+
+def bench_plan(
+    stats: TokenStats, sets: SetTurns | None = None, sources: list[dict[str, str]] | None = None, **bench: object
+) -> StagePlan:
+    """10 s to start an engine, 100 tokens/s without the draft, 200 with it."""
+    config = parse_config({"sources": sources or [{"path": "x.jsonl"}], "bench": bench}, "test")
+    rates = rough_rates(KIMI, config, EIGHT, 0.7).with_values(
+        {"bench_start_s": 10, "bench_tokens_per_s": 100, "draft_tokens_per_s": 200}, "test"
+    )
+    plan = make_plan(config, KIMI, stats, EIGHT, rates, sets=sets)
+    return next(s for s in plan.stages if s.name == "bench")
+
+
+def test_sets_of_the_bench_are_planned_by_their_turns() -> None:
+    """At the headline's setting, once on each side; turns before the last are answered once more, to be asked."""
+    stats, sweep = one_source([(100, 400)], rows=1000), {"draft_tokens": [3, 5], "concurrency": [1, 8], "repeats": 2}
+    more = bench_plan(stats, SetTurns(asked=20, earlier=5), **sweep).seconds - bench_plan(stats, **sweep).seconds
+    assert more == pytest.approx(25 * 400 / 100 + 20 * 400 / 200)
+    assert bench_plan(one_source([(100, 400)], "as_is"), SetTurns(20, 5)).seconds == 0  # there will be no bench
+
+
+def test_a_running_server_is_not_started_and_no_gpu_of_ours() -> None:
+    stats, tokens, sets = one_source([(100, 400)], rows=1000), 64 * 400, SetTurns(20, 5)
+    url = "http://gpu-1:8000/v1"
+    both = bench_plan(stats, sets, server=url, baseline_server=url, draft_tokens=[1, 3, 5], concurrency=[1, 8])
+    plain, drafted = 2 * tokens + 25 * 400, 2 * tokens + 20 * 400  # it drafts as it was started: one number of tokens
+    assert both.seconds == pytest.approx(plain / 100 + drafted / 200)
+    alone = bench_plan(stats, sets, server=url)
+    assert alone.seconds == pytest.approx((tokens + 25 * 400) / 200)
+    assert (both.gpus, alone.gpus, both.gpu_hours) == (0, 0, 0) and bench_plan(stats).gpus > 0
 
 
 @pytest.mark.parametrize(
@@ -298,6 +333,21 @@ def test_prompts_of_ingest_are_counted_exactly(run: Config) -> None:
     assert before.prompt == after.prompt and before.rows == after.rows == 40
     assert after.answer == counts["tokens"]["answer"]
     assert after.teacher == 40 * 11
+
+
+def test_the_sets_are_read_before_the_run(run: Config, tmp_path: Path) -> None:
+    turns = [{"turns": ["How many sacks?", "Are you sure?"]}, {"prompt": "Count them."}, {"prompt": "Beyond set_rows."}]
+    path = write_rows(tmp_path / "set.jsonl", turns)
+
+    def planned(**bench: object) -> Plan:
+        return plan_run(run.model_copy(update={"bench": run.bench.model_copy(update=bench)}))
+
+    plain, more = planned(), planned(sets=[str(path)], set_rows=2)
+    assert plain.seconds < more.seconds
+    assert any(a.startswith("answers to the 3 turns of bench.sets") for a in more.assumptions)
+    assert any(a.startswith("bench.server is taken") for a in planned(server="http://gpu-1:8000/v1").assumptions)
+    with pytest.raises(UserError, match=r"^bench\.sets: .*gone\.jsonl"):
+        planned(sets=[str(tmp_path / "gone.jsonl")])
 
 
 def test_compare_shows_planned_against_actual(run: Config) -> None:

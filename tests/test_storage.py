@@ -53,6 +53,40 @@ def test_staged_moves_on_success_only(store: Store) -> None:
     assert not store.exists("s/y.bin")
 
 
+def test_a_far_folder_is_a_copy_for_as_long_as_its_block(s3: str, temporary: Path) -> None:
+    store = Store(f"{s3}/run")
+    store.write_bytes("export/draft/config.json", b"{}")
+    store.write_bytes("export/draft/deeper/x", b"no plain file of it")
+    for holder, path in ((store, "export/draft"), (store.sub("export/draft"), "")):
+        with holder.open_folder(path) as folder:
+            assert folder.name == "draft" and folder.parent.parent == temporary
+            assert [p.name for p in folder.iterdir()] == ["config.json"]
+            (folder / "README.md").write_text("thrown away")
+        assert list(temporary.iterdir()) == [] and store.files("export/draft") == ["config.json"]
+    with pytest.raises(RuntimeError), store.open_folder("export/draft", write=True) as folder:
+        (folder / "README.md").write_text("half")
+        raise RuntimeError
+    assert list(temporary.iterdir()) == [] and store.files("export/draft") == ["config.json"]
+    with store.open_folder("export/other", write=True) as folder:
+        (folder / "README.md").write_text("whole")
+    assert list(temporary.iterdir()) == [] and store.read_bytes("export/other/README.md") == b"whole"
+    (missing := Store("s3://no-such-bucket/run")).files("x")
+    with pytest.raises(UserError, match="bucket does not exist"), missing.open_folder("x", write=True) as folder:
+        (folder / "README.md").write_text("nowhere to go")
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_local_folder_is_itself(tmp_path: Path, temporary: Path) -> None:
+    store = Store(str(tmp_path / "run"))
+    store.write_bytes("a/x", b"1")
+    for write in (False, True):
+        with store.open_folder("a", write) as folder:
+            assert folder == tmp_path / "run" / "a"
+    with store.sub("a").open_folder() as folder:
+        assert folder == tmp_path / "run" / "a"
+    assert list(temporary.iterdir()) == [] and store.files("a") == ["x"]
+
+
 def test_a_full_disk_is_a_sentence(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     full = OSError(errno.ENOSPC, "No space left on device")

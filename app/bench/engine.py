@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from app.bench.measure import Answer, Ask, Done, Job, Served, do
 from app.cluster import log_in_worker
 from app.errors import UserError, first_line
 from app.serving import speculative_config
+from app.storage import Store
 
 log = logging.getLogger("draftmill")
 _COUNTERS = "vllm:spec_decode_num_"
 _LINE_EVERY_S = 15
+# Arguments of the engine that would have the bench measure something else.
+_OWNED_ARGS = {
+    "model": "set target.model",
+    "tokenizer": "it is the target's own",
+    "max_model_len": "set generate.max_length",
+    "max_num_seqs": "set bench.concurrency",
+    "tensor_parallel_size": "set generate.tensor_parallel",
+    "enable_prefix_caching": "it stays off, since each pass asks the same prompts",
+    "disable_log_stats": "acceptance is read from vLLM's counters",
+    "speculative_config": "it is method eagle3 with the exported draft; set bench.draft_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -23,7 +37,7 @@ class ServeSpec:
     """One measured vLLM, picklable."""
 
     target: str  # local folder
-    draft: str | None  # local folder, None: no draft
+    draft: Store | None  # the exported folder, None: no draft
     num_draft_tokens: int
     dtype: str
     max_model_len: int
@@ -36,19 +50,27 @@ class ServeSpec:
     engine_args: dict[str, Any] = field(default_factory=dict)
 
 
+def refuse_owned_args(args: Mapping[str, Any]) -> None:
+    """Raises UserError where `args`, the bench.engine_args, hold arguments of ours: what to set instead."""
+    owned = [f"{name} ({_OWNED_ARGS[name]})" for name in sorted(args) if name in _OWNED_ARGS]
+    if owned:
+        raise UserError(f"bench.engine_args may not hold {', '.join(owned)}")
+
+
 def serve(spec: ServeSpec, job: Job) -> Done:
-    """Start vLLM and do the job with it.
+    """Start vLLM and do the job with it; a draft of an object store is copied to this machine meanwhile.
 
     Raises:
         UserError: vLLM cannot start so.
     """
-    return do(OwnEngine(spec), job)
+    with contextlib.nullcontext() if spec.draft is None else spec.draft.open_folder() as draft:
+        return do(OwnEngine(spec, draft), job)
 
 
 class OwnEngine:
-    """vLLM as a Service."""
+    """vLLM as a Service; `draft` is the local folder of `spec.draft`."""
 
-    def __init__(self, spec: ServeSpec) -> None:
+    def __init__(self, spec: ServeSpec, draft: Path | None) -> None:
         from app.engine.process import prepare_process
 
         prepare_process()
@@ -56,11 +78,11 @@ class OwnEngine:
         from vllm import LLM
 
         self.on_cpu = not spec.on_gpu
-        self._drafts = spec.draft is not None
+        self._drafts = draft is not None
         self._count = 0
         self._before: dict[str, list[int]] = {}
         try:
-            self._llm = LLM(**_arguments(spec))
+            self._llm = LLM(**_arguments(spec, draft))
         except Exception as error:
             lines = str(error).strip().splitlines()
             raise UserError(f"bench: vLLM could not start ({lines[-1] if lines else first_line(error)})") from error
@@ -135,7 +157,7 @@ class OwnEngine:
         return found
 
 
-def _arguments(spec: ServeSpec) -> dict[str, Any]:
+def _arguments(spec: ServeSpec, draft: Path | None) -> dict[str, Any]:
     """Keyword arguments of LLM."""
     arguments: dict[str, Any] = {
         "model": spec.target,
@@ -152,6 +174,6 @@ def _arguments(spec: ServeSpec) -> dict[str, Any]:
     }
     if not spec.on_gpu:
         arguments["kv_cache_memory_bytes"] = int(spec.kv_cache_gib * 2**30)
-    if spec.draft is not None:
-        arguments["speculative_config"] = speculative_config(spec.draft, spec.num_draft_tokens)
+    if draft is not None:
+        arguments["speculative_config"] = speculative_config(draft, spec.num_draft_tokens)
     return arguments

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from app.config import SourceConfig
@@ -51,6 +53,20 @@ def read_sets(paths: list[str], rows: int, listing: Listing) -> dict[str, list[l
             raise UserError(f"bench.sets: {redact(path)} holds no prompt; mend it or take it off the list")
         sets[source.label] = chats
     return sets
+
+
+@dataclass(frozen=True)
+class SetTurns:
+    """Turns of benchmark sets, as the bench asks them."""
+
+    asked: int = 0  # each a prompt, with and without the draft
+    earlier: int = 0  # of those, answered once more before, so that the turns after them can be asked
+
+
+def count_turns(sets: Iterable[list[list[dict[str, Any]]]]) -> SetTurns:
+    """Of the conversations of `read_sets`."""
+    each = [sum(m["role"] == "user" for m in chat) for chats in sets for chat in chats]
+    return SetTurns(sum(each), sum(n - 1 for n in each))
 
 
 def _questions(where: str, row: Any, path: str) -> list[dict[str, Any]]:

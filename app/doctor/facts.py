@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -157,6 +156,11 @@ class Facts:
         chosen = spread(len(self.reader), SAMPLES_LOOKED_AT)
         return [Look(entries[i], self.reader.row(i), i) for i in chosen]
 
+    @property
+    def own_share(self) -> float:
+        """Of `looks`, those whose answer the target wrote anew."""
+        return sum(look.row["use"] == "regenerate" for look in self.looks) / len(self.looks)
+
     @cached_property
     def captured(self) -> list[Look]:
         """Those of `looks` whose states are still there."""
@@ -225,10 +229,7 @@ class Facts:
     def draft_folder(self) -> Path:
         """The exported draft's folder; of an object store a copy, until `close`."""
         self.manifest("export")
-        folder = self.store.local_folder(DRAFT)
-        if not self.store.is_local:
-            self._copies.callback(shutil.rmtree, folder, ignore_errors=True)
-        return folder
+        return self._copies.enter_context(self.store.open_folder(DRAFT))
 
     @cached_property
     def exported_config(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from app.bench.form import other_form
 from app.codecs import decoded
 from app.doctor.facts import Facts, Look
 from app.doctor.finding import (
@@ -102,12 +103,7 @@ def same_target(facts: Facts) -> Finding:
         refuse_mismatch(entries, _without_template(record_of(facts.config, facts.target, entries[0].layers)))
     except UserError as error:
         return failed(OTHER_TARGET, str(error), "capture from the target that will be served")
-    overrides = {k: v for k, v in facts.config.bench.engine_args.items() if k in ("quantization", "dtype", "revision")}
-    then = facts.config.generate.engine_args
-    note = ""
-    if differs := {k: v for k, v in overrides.items() if then.get(k) != v}:
-        shown = ", ".join(f"{k}={v}" for k, v in differs.items())
-        note = f"the bench serves another form ({shown}) than was captured: its acceptance is that form's"
+    note = other_form(facts.config, facts.target, entries[0]) or ""
     form = facts.target.quantization or facts.config.target.dtype
     return passed(f"weights {facts.target.weights_digest}, {form}, in all {len(entries)} parts", note)
 

@@ -86,8 +86,7 @@ def ids_of_the_engine(facts: Facts) -> Finding:
 
 def on_policy(facts: Facts) -> Finding:
     """D6: the answers are the target's own."""
-    anew = sum(look.row["use"] == "regenerate" for look in facts.looks)
-    share = anew / len(facts.looks)
+    share = facts.own_share
     note = "" if share == 1 else "answers taken as they are teach what the target may not say: use: regenerate is safer"
     return passed(f"{100 * share:.0f} % of the samples are answered by the target itself", note)
 

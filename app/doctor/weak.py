@@ -23,6 +23,7 @@ def enough_data(facts: Facts) -> Finding:
     said = f"{samples:,} samples, {tokens:,} answer tokens"
     if facts.has("train"):
         said += f", {facts.manifest('train').counts.get('epochs', 0):.2g} epochs"
+    said += f", {100 * facts.own_share:.0f} % of the samples looked at answered by the target itself"
     little = f"far below the usual volume of {_USUAL_SAMPLES:,} samples and more: it shows that all parts fit, no more"
     some = f"published drafts use {_USUAL_SAMPLES:,} samples and more"
     note = little if samples < _LITTLE else some if samples < _USUAL_SAMPLES else ""

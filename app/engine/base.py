@@ -29,7 +29,7 @@ class EngineSpec:
     kv_cache_gib: float | None = None  # CPU only: GiB of KV cache
     cpu_threads: int | None = None  # CPU only: compute threads; None: every core the process may use
     gpu_memory_utilization: float = 0.9
-    engine_process: bool = False  # the engine's loop in a process of its own, away from this one's other threads
+    engine_process: bool | None = False  # its loop in a process of its own; None: on a GPU where /dev/shm has room
     engine_args: dict[str, Any] = field(default_factory=dict)  # passed through to vLLM
     endpoints: EndpointSpec | None = None  # servers that make the answers; the engine then only captures
 

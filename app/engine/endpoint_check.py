@@ -102,7 +102,7 @@ class EndpointCheck:
         try:
             data = await endpoint.send("/models")
             listed = {str(m["id"]): m for m in data["data"]}
-        except (Refused, KeyError, TypeError) as error:
+        except (Refused, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{endpoint.url}/models lists no models ({error}); give base URLs that end in /v1"
             ) from error

@@ -29,6 +29,7 @@ OWN_FAULTS = 8  # failures of one request, while the same server answered others
 _POLL_S = 0.2  # how often a waiting request looks whether a rest is over
 _CONNECT_S = 10.0
 _KEEP_ALIVE_S = 2.0  # below the 5 s after which uvicorn, which vLLM and SGLang use, closes an idle connection
+_END_TOKEN = 1  # that not every server counts
 _ROW_STATUS = (400, 413, 422)  # the server answers, and refuses this request
 
 
@@ -71,15 +72,24 @@ class Endpoint:
         Raises:
             NoAnswer: this says nothing about the row.
             RowError: `bad_request`, with the server's words.
-            UserError: the server wants another key.
+            UserError: the server wants another key, or there is no such API at its address.
         """
         try:
             data = await self.send(self.form, request_body(request, self.form, self.model, self.extras))
         except Refused as refused:
             if refused.status in _ROW_STATUS:
                 raise RowError("bad_request", str(refused)) from refused
+            if not self.answers:
+                raise UserError(
+                    f"{self.url}{self.form} answers no request ({refused}); give base URLs that end in /v1, of servers"
+                    " that have this API (generate.endpoint_api)"
+                ) from refused
             raise NoAnswer("gone", str(refused)) from refused
-        return read_reply(self.form, data)
+        reply = read_reply(self.form, data)
+        tokens = max(len(reply.token_ids or ()), reply.completion_tokens or 0)
+        if tokens > request.max_new_tokens + _END_TOKEN:
+            raise NoAnswer("broken", f"{tokens} tokens came back and {request.max_new_tokens} were asked for")
+        return reply
 
     async def send(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The JSON that comes back from `path`; POST with a body, else GET.
@@ -104,12 +114,12 @@ class Endpoint:
         if status == 200:
             try:
                 return json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise NoAnswer("broken", "what came back is no JSON") from error
         self._raise_for(status, _words(text), retry_after)
 
     def _raise_for(self, status: int, words: str, retry_after: str | None) -> NoReturn:
-        seconds = float(retry_after) if retry_after and retry_after.isdigit() else None
+        seconds = float(retry_after) if retry_after and retry_after.isdecimal() else None
         if status in (401, 403):
             raise UserError(
                 f"{self.url} refuses the key ({status}: {words}); set {' or '.join(KEY_VARIABLES)} in the environment"
@@ -150,6 +160,14 @@ class Endpoints:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await self._session.close()
+
+    @property
+    def silence(self) -> str | None:
+        """That no server answers and since when, in words; from any thread."""
+        since = self._silent_since
+        if since is None:
+            return None
+        return f"servers: none has answered for {time.monotonic() - since:.0f} s ({self._last_words})"
 
     async def ready(self) -> None:
         """Wait until a server was checked.
@@ -308,8 +326,8 @@ def _words(text: str) -> str:
     try:
         data = json.loads(text)
         error = data.get("error", data)
-        said = error.get("message") or error.get("detail") if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
-        said = None
-    lines = str(said or text).strip().splitlines()
+        said = str((error.get("message") or error.get("detail") if isinstance(error, dict) else error) or text)
+    except (ValueError, AttributeError, RecursionError):
+        said = text
+    lines = said.encode(errors="replace").decode().strip().splitlines()
     return lines[0][:200] if lines else "no words"

@@ -21,6 +21,7 @@ import errno
 import itertools
 import mmap
 import os
+import queue
 import threading
 import time
 import weakref
@@ -48,6 +49,8 @@ _PLENTY = 0.75  # of it free: room to reserve whole files ahead of need
 _IDLE_SHARE = 0.25  # of it, and SHARED_LEAST at most, in files that nobody uses
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE (Linux 5.14), which the mmap module does not name
 _numbers = itertools.count()
+_to_unmap: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # addresses and sizes; a finaliser may put
+_unmapping = 0  # the process whose thread unmaps
 
 _libc = ctypes.CDLL(None, use_errno=True)  # its functions run without the interpreter's lock
 _mmap, _munmap, _madvise = _libc.mmap, _libc.munmap, _libc.madvise
@@ -86,10 +89,25 @@ def _release(address: int, size: int, owner: int, give_back: bool) -> None:
         return
     if give_back:
         ctypes.c_int64.from_address(address + size - _PAGE).value = _WORKERS
-    _munmap(address, size)
+    _to_unmap.put((address, size))
+
+
+def _unmap() -> None:
+    while True:
+        _munmap(*_to_unmap.get())
+
+
+def _start_unmapping() -> None:
+    """Mappings go in a thread of their own: a part lets go of a gigabyte at once, and whoever drops the last reference
+    would wait for it."""
+    global _unmapping
+    if _unmapping != os.getpid():
+        _unmapping = os.getpid()
+        threading.Thread(target=_unmap, name="draftmill-unmap", daemon=True).start()
 
 
 def _map(file: int, size: int, give_back: bool = False) -> _Mapping:
+    _start_unmapping()
     mapping = _Mapping(file, size)
     weakref.finalize(mapping, _release, mapping.address, size, os.getpid(), give_back).atexit = False
     return mapping

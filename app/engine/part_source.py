@@ -23,6 +23,10 @@ class PartSource(Datasource):
         self._count = len(items)
         self._items = ray.put(items)
 
+    def get_name(self) -> str:
+        """What Ray calls the operator, after `Read`."""
+        return "GenerateParts"
+
     def estimate_inmemory_data_size(self) -> int | None:
         return None
 

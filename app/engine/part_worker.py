@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,13 +27,14 @@ from app.engine.base import Completion, Engine, EngineError, EngineSpec, Request
 from app.engine.crash_search import AttemptRecord, Gate
 from app.engine.factory import start_engine
 from app.engine.patience import persistently
-from app.engine.progress import RowCounter, UnderWay
+from app.engine.progress import Reports, RowCounter
 from app.engine.row_checks import check_states
 from app.engine.spot_check import in_checking_order, stored_differ
 from app.errors import RowError, UserError
 from app.masks import check_prompt_length
+from app.node_target import target_here
 from app.packed import Captured, PackedStates
-from app.parts import PartEntry, commit_part, read_ingest_part, stored_states
+from app.parts import PartEntry, drop_files, read_ingest_part, stored_states, write_entry, write_files
 from app.record import engine_version
 from app.sources.shapes import WITHHELD
 from app.storage import Store
@@ -43,6 +45,7 @@ Stored = tuple[States, States]  # of a sample: auxiliary rows [T-1, 3H], the tea
 Samples = list[tuple[dict[str, Any], Stored]]  # SAMPLE_SCHEMA row, what is kept of its states
 QUOTING = ("bad_request", "tokens_unknown")  # their details are a server's or a template's words, the row's perhaps
 Answered = tuple[Samples, RowError | None]  # of one conversation
+Checked = tuple[str, RowError | None]  # the row that was computed again, and why that could not be done
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class WorkerConfig:
     sync: bool = True  # a part is on the disk before it counts
     compression: str = "none"
     record: dict[str, Any] = field(default_factory=dict)  # app/record.py
-    board: Any = None  # handle of the actor that hears of rows under way (app/engine/progress.py)
+    board: Any = None  # handle of the actor that hears how the engine stands (app/engine/board.py)
 
 
 class PartWorker:
@@ -79,7 +82,8 @@ class PartWorker:
         self._store = Store(config.run_url, config.options)
         self._lock = threading.Lock()
         self._engine: Engine | None = None
-        self._rows = RowCounter(self._reporter())
+        self._rows = RowCounter()
+        self._reports = Reports(self._rows, config.board, self._store)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
         """Make the parts named by `part` and `key`; several calls may run at once, each in a thread of its own.
@@ -102,6 +106,13 @@ class PartWorker:
         return {"outcome": [json.dumps(o) for o in outcomes]}
 
     def _make(self, part: int, key: str) -> PartEntry:
+        self._rows.began(part)
+        try:
+            return self._make_begun(part, key)
+        finally:
+            self._rows.settled(part)
+
+    def _make_begun(self, part: int, key: str) -> PartEntry:
         url = self._store.url
         rows = persistently(lambda: read_ingest_part(self._store, part), url)
         ids = [row["id"] for row in rows]
@@ -111,33 +122,58 @@ class PartWorker:
                 record.starts_engine()
                 self._start()
                 record.engine_started()
-        try:
-            entry = asyncio.run_coroutine_threadsafe(self._make_part(part, key, rows, record), self._loop).result()
-        finally:
-            self._rows.settled(part)
+        entry = asyncio.run_coroutine_threadsafe(self._make_part(part, key, rows, record), self._loop).result()
         persistently(record.forget, url)
         return entry
-
-    def _reporter(self) -> Callable[[UnderWay], None] | None:
-        board = self._config.board
-        name = f"{socket.gethostname()}:{os.getpid()}:{id(self)}"
-        return None if board is None else lambda what: board.report.remote(name, what)
 
     def _start(self) -> None:
         config = self._config
         warden.sweep()
         warden.guard()
-        self._target = TargetInfo.from_json(config.target)
+        self._target = target_here(TargetInfo.from_json(config.target), self._rows.moved)
         self._tokenizer = load_tokenizer(self._target.model, config.spec.trust_remote_code, config.chat_template)
         self._loop = asyncio.new_event_loop()
         self._gate = Gate()
         threading.Thread(target=self._loop.run_forever, name="draftmill-parts", daemon=True).start()
-        self._engine = start_engine(config.engine, config.spec)
+        spec = replace(config.spec, model=self._target.model)
+        self._engine = self._reports.engine = start_engine(config.engine, spec)
 
     async def _make_part(self, part: int, key: str, rows: list[dict[str, Any]], record: AttemptRecord) -> PartEntry:
+        """A committed part. Its files are written beside the spot check, so that little is left to do after that."""
         started = time.monotonic()
         async with self._gate.enter(alone=record.now.searching):
-            results = await self._answer_groups(part, key, rows, record)
+            results, check = await self._answer_groups(part, key, rows, record)
+            seconds = time.monotonic() - started
+            writing = asyncio.create_task(self._write(part, key, rows, results, seconds))
+            try:
+                chosen, unchecked = await check
+            except BaseException:
+                await self._drop(writing)
+                raise
+            record.passed(record.now.under_way)
+        if unchecked is not None:
+            await self._drop(writing)
+            results = [([], unchecked) if r["id"] == chosen else a for r, a in zip(rows, results, strict=True)]
+            writing = asyncio.create_task(self._write(part, key, rows, results, seconds))
+        entry = await writing
+        write = partial(write_entry, self._store, entry, self._config.sync)
+        await asyncio.to_thread(persistently, write, self._store.url)
+        return entry
+
+    async def _drop(self, writing: asyncio.Task[PartEntry]) -> None:
+        """Delete what `writing` wrote; whatever it failed by comes again, or something else is told."""
+        with contextlib.suppress(Exception):
+            written = await writing
+            await asyncio.to_thread(drop_files, self._store, written)
+
+    async def _write(
+        self, part: int, key: str, rows: list[dict[str, Any]], results: list[Answered], seconds: float
+    ) -> PartEntry:
+        """Write the data files of a part whose rows became `results`; its entry, which is not written yet.
+
+        Raises:
+            UserError: too many rows have bad states, or the store is full or cannot be reached.
+        """
         kept_rows: list[dict[str, Any]] = []
         states: list[Stored] = []
         rejects: list[dict[str, str]] = []
@@ -182,7 +218,7 @@ class PartWorker:
             "layers": list(self._config.spec.aux_layer_ids),
             "dtype": self._config.spec.dtype,
             "hidden_size": self._target.hidden_size,
-            "seconds": round(time.monotonic() - started, 3),
+            "seconds": round(seconds, 3),
             "codec": self._config.codec,
             "compression": self._config.compression,
             "record": {**self._config.record, "engine": engine_version(self._config.engine)},
@@ -191,32 +227,29 @@ class PartWorker:
             raise RuntimeError(f"part {part}: {len(rows)} rows in, {conversations} kept, {len(rejects)} rejected")
         return await asyncio.to_thread(
             persistently,
-            lambda: commit_part(self._store, entry, kept_rows, states, sync=self._config.sync),
+            lambda: write_files(self._store, entry, kept_rows, states, sync=self._config.sync),
             self._store.url,
         )
 
     async def _answer_groups(
         self, part: int, key: str, rows: list[dict[str, Any]], record: AttemptRecord
-    ) -> list[Answered]:
-        """What became of each row. All run at once, unless rows of this part have ended a process."""
+    ) -> tuple[list[Answered], asyncio.Future[Checked]]:
+        """What became of each row, and the spot check, which may still be under way. All rows run at once, unless rows
+        of this part have ended a process."""
         by_id = {row["id"]: row for row in rows}
         crash = RowError("engine_crash", "the engine's process ended while this row alone was under way")
         answers: dict[str, asyncio.Future[Answered]] = {row: _settled(([], crash)) for row in record.now.blamed}
+        check: asyncio.Future[Checked] = _settled(("", None))
         groups = list(record.now.groups)
-        chosen, unchecked = "", None
         for number, group in enumerate(groups, 1):
             await asyncio.to_thread(persistently, lambda group=group: record.begin(group), self._store.url)
             answers |= {row: asyncio.ensure_future(self._answer(part, by_id[row])) for row in group}
-            under_way: list[Awaitable[Any]] = [answers[row] for row in group]
             if self._config.spot_check and number == len(groups):
-                *_, (chosen, unchecked) = await asyncio.gather(*under_way, self._spot_check(part, key, answers))
-            else:
-                await asyncio.gather(*under_way)
-            record.passed(group)
-        results = {row: answer.result() for row, answer in answers.items()}
-        if unchecked is not None:
-            results[chosen] = ([], unchecked)
-        return [results[row["id"]] for row in rows]
+                check = asyncio.create_task(self._spot_check(part, key, answers))
+            await asyncio.gather(*(answers[row] for row in group))
+            if number < len(groups):
+                record.passed(group)
+        return [answers[row["id"]].result() for row in rows], check
 
     async def _answer(self, part: int, row: dict[str, Any]) -> Answered:
         """Samples of one conversation. A fault in a later turn keeps the turns before it."""
@@ -231,9 +264,7 @@ class PartWorker:
         self._rows.finished(part, row["id"], sum(len(sample["answer_ids"]) for sample, _ in samples))
         return samples, fault
 
-    async def _spot_check(
-        self, part: int, key: str, answers: dict[str, asyncio.Future[Answered]]
-    ) -> tuple[str, RowError | None]:
+    async def _spot_check(self, part: int, key: str, answers: dict[str, asyncio.Future[Answered]]) -> Checked:
         """Compute one sample of the part again by itself, as soon as it is there.
 
         Returns the row it is of, and why that could not be done: the row is to be rejected then.
@@ -385,9 +416,9 @@ async def _aside(function: Callable[..., T], states: Captured, *others: Any) -> 
     return await asyncio.to_thread(function, states, *others)
 
 
-def _settled(answered: Answered) -> asyncio.Future[Answered]:
-    future: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
-    future.set_result(answered)
+def _settled(value: T) -> asyncio.Future[T]:
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    future.set_result(value)
     return future
 
 

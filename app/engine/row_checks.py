@@ -65,7 +65,9 @@ def _norms_and_zeros(states: Captured) -> tuple[NDArray[np.float32], list[float]
     """Norms [N, K], NaN where a value is, and the share of exact zeros of each of the K states."""
     # NumPy from here on: hundreds of rows may end at once, and PyTorch's small operations cost ten times as much.
     if isinstance(states, PackedStates):
-        return states.norms().numpy(), (states.zeros().numpy().mean(0) / states.shape[2]).tolist()
+        count, kinds, hidden = states.shape
+        seen = states.norms_and_zeros()  # [2 K, N]
+        return seen[:kinds].T, (seen[kinds:].sum(1) / (count * hidden)).tolist()
     step = max(1, len(states) // _SAMPLE)
     norms = torch.linalg.vector_norm(states, dim=-1).float()
     return norms.numpy(), (states[::step] == 0).float().mean((0, 2)).tolist()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from app.engine.base import Completion, Engine, EngineError, EngineSpec, Request
+from app.engine.board import Load, Loaded
 from app.engine.endpoint_check import EndpointCheck
 from app.engine.endpoints import Endpoints
 from app.engine.server_format import TargetTokens
@@ -68,6 +69,15 @@ class ServedEngine:
             if self._closed:
                 raise EngineError("the engine was closed") from error
             raise
+
+    def load(self) -> Load:
+        """The servers' answers and the capturing engine's steps; what waits is what the servers work on."""
+        servers = self._endpoints
+        inner = self._capture.load() if isinstance(self._capture, Loaded) else Load(0, 0, 0)
+        if servers is None:
+            return inner
+        asked, answers = sum(e.gate.in_flight for e in servers.all), sum(e.answers for e in servers.all)
+        return replace(inner, steps=inner.steps + answers, queue=inner.queue + asked, note=servers.silence)
 
     def close(self) -> None:
         """Close the connections, the loop and the capturing engine; requests under way get an EngineError."""

@@ -22,6 +22,7 @@ _NEUTRAL = {"temperature": 0.0, "top_p": 1.0, "presence_penalty": 0.0, "frequenc
 _NEUTRAL_EXTRAS = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 # Fields of vLLM and SGLang that are no part of OpenAI's API; strict servers refuse them.
 _EXTRAS = {"return_token_ids": True, "skip_special_tokens": False, "spaces_between_special_tokens": False}
+_ID_END = 2**31  # token ids are stored as int32
 _REASONS = {"stop": "stop", "eos": "stop", "tool_calls": "stop", "function_call": "stop", "length": "length"}
 
 
@@ -91,39 +92,37 @@ def read_reply(form: str, data: Any) -> Reply:
     """
     try:
         return _read_generate(data) if form == GENERATE else _read_choice(data)
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise NoAnswer("broken", "what came back is no answer in the form of this API") from error
 
 
 def _read_choice(data: Any) -> Reply:
     choice, usage = data["choices"][0], data.get("usage") or {}
-    message = choice.get("message")
-    stopped_at = choice.get("stop_reason", choice.get("matched_stop"))  # vLLM's name, SGLang's name
+    message, ids = choice.get("message"), _ids(choice.get("token_ids"))
     return Reply(
         reason=_reason(choice["finish_reason"]),
-        token_ids=_ids(choice.get("token_ids")),
-        text="" if message is not None else str(choice["text"]),
-        message=message,
-        end_id=stopped_at if isinstance(stopped_at, int) else None,
+        token_ids=ids,
+        text="" if message is not None or ids is not None else _text(choice["text"]),
+        message=None if message is None else _message(message),
+        end_id=_end_id(choice.get("stop_reason", choice.get("matched_stop"))),  # vLLM's name, SGLang's name
         prompt_ids=_ids(choice.get("prompt_token_ids") or data.get("prompt_token_ids")),
-        prompt_tokens=usage.get("prompt_tokens"),
-        completion_tokens=usage.get("completion_tokens"),
+        prompt_tokens=_count(usage.get("prompt_tokens")),
+        completion_tokens=_count(usage.get("completion_tokens")),
     )
 
 
 def _read_generate(data: Any) -> Reply:
     meta = data["meta_info"]
     finish = meta["finish_reason"]
-    stopped_at = finish.get("matched")
     return Reply(
         reason=_reason(finish["type"]),
         token_ids=_ids(data["output_ids"]),
         text="",
         message=None,
-        end_id=stopped_at if isinstance(stopped_at, int) else None,
+        end_id=_end_id(finish.get("matched")),
         prompt_ids=None,
-        prompt_tokens=meta.get("prompt_tokens"),
-        completion_tokens=meta.get("completion_tokens"),
+        prompt_tokens=_count(meta.get("prompt_tokens")),
+        completion_tokens=_count(meta.get("completion_tokens")),
     )
 
 
@@ -136,7 +135,42 @@ def _reason(told: Any) -> str:
 
 
 def _ids(values: Any) -> list[int] | None:
-    return None if values is None else [int(v) for v in values]
+    """Token ids; ValueError where they are none."""
+    if values is None:
+        return None
+    if not isinstance(values, list) or not all(type(v) is int and 0 <= v < _ID_END for v in values):
+        raise ValueError("these are no token ids")
+    return values
+
+
+def _end_id(value: Any) -> int | None:
+    """The token an answer stopped at; None where it stopped at a text, or nothing is said."""
+    return value if type(value) is int and 0 <= value < _ID_END else None
+
+
+def _count(value: Any) -> int | None:
+    if value is not None and (type(value) is not int or value < 0):
+        raise ValueError("this is no number of tokens")
+    return value
+
+
+def _text(value: Any) -> str:
+    """A text that can be tokenised; ValueError where it is none, or holds half a surrogate pair."""
+    if not isinstance(value, str):
+        raise ValueError("this is no text")
+    value.encode()
+    return value
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """A server's assistant message, its fields of the types that `_received_message` reads."""
+    texts = [message.get(name) for name in ("content", "reasoning_content", "reasoning")]
+    for call in message.get("tool_calls") or []:
+        texts += [call["function"]["name"], call["function"].get("arguments")]
+    if not all(isinstance(text or "", str) for text in texts):
+        raise ValueError("a field of the message is no text")
+    json.dumps(message, ensure_ascii=False).encode()  # no half of a surrogate pair
+    return message
 
 
 def _sent_message(message: dict[str, Any]) -> dict[str, Any]:
@@ -179,6 +213,10 @@ class TargetTokens:
             raise RowError(
                 "tokens_unknown",
                 f"the answer's text has {len(ids)} tokens and the server emitted {reply.completion_tokens}",
+            )
+        if len(ids) > request.max_new_tokens + 1:  # the end token, which not every server counts
+            raise RowError(
+                "tokens_unknown", f"the answer's text has {len(ids)} tokens and {request.max_new_tokens} were asked for"
             )
         return ids
 
@@ -239,7 +277,8 @@ def _received_message(message: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
         try:
             arguments = json.loads(function.get("arguments") or "{}")
-        except ValueError as error:
+            json.dumps(arguments, ensure_ascii=False).encode()
+        except (ValueError, RecursionError) as error:  # half a surrogate pair among the ValueErrors
             raise RowError("tokens_unknown", "the arguments of a tool call are no JSON") from error
         calls.append({"id": call.get("id"), "type": "function", "function": {**function, "arguments": arguments}})
     if calls:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from app.engine.base import Completion, EngineError, EngineSpec, Request
+from app.engine.board import Load
 from app.engine.capture_store import MissingStates, WorkerStores, packing_of
 from app.engine.handover import drop, receive
 from app.engine.vllm_args import check_engine_args, engine_args, first_line, vllm_request
@@ -93,6 +94,7 @@ class VllmEngine:
         self._num_urgent = 0  # of these
         self._late: list[Answered] = []  # mode extract: their states come with the next step
         self._dead: EngineError | None = None
+        self._steps = 0
         self._count = 0
         self._count_lock = threading.Lock()
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="draftmill-finish")
@@ -144,6 +146,19 @@ class VllmEngine:
         job.future.set_running_or_notify_cancel()
         self._post(job)
         return job
+
+    def load(self) -> Load:
+        """How busy it is; a running request's prompt and answer so far are what it holds of the KV cache."""
+        return Load(self._steps, len(self._jobs), len(self._waiting) + self._inbox.qsize(), self._kv_use())
+
+    def _kv_use(self) -> float | None:
+        try:
+            cache = self._engine.vllm_config.cache_config
+            states = list(self._engine.output_processor.request_states.values())
+            held = sum(s.prompt_len + s.detokenizer.num_output_tokens() for s in states)
+            return min(1.0, float(held / (cache.num_gpu_blocks * cache.block_size)))
+        except (AttributeError, TypeError, ZeroDivisionError):  # of another version of vLLM
+            return None
 
     def close(self) -> None:
         """Stop the engine and release its memory and threads; requests under way get an EngineError."""
@@ -216,7 +231,9 @@ class VllmEngine:
         args = engine_args(self.spec, not self._on_gpu)
         args["max_num_seqs"] += URGENT
         backend = args["distributed_executor_backend"]
-        self._own_process = self.spec.engine_process or backend == "mp"
+        wanted = self.spec.engine_process
+        roomy = self._on_gpu and _export_root() == SHARED
+        self._own_process = backend == "mp" or (roomy if wanted is None else wanted)
         # Sizes the batch as vllm.LLM does, for throughput: 16,384 tokens a step on a large GPU instead of 2,048.
         before = set(multiprocessing.active_children())
         self._engine = LLMEngine.from_engine_args(
@@ -254,7 +271,9 @@ class VllmEngine:
                 continue
             late, self._late = self._late, []
             self._ended = False
-            for output in self._engine.step():
+            outputs = self._engine.step()
+            self._steps += 1
+            for output in outputs:
                 if output.finished:
                     self._finish(output)
             for answered in late:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from app.bench.engine import ServeSpec, serve
+from app.bench.engine import ServeSpec, refuse_owned_args, serve
+from app.bench.form import other_form
 from app.bench.intervals import acceptance_intervals
 from app.bench.measure import Ask, Done, Job, Served, Templates, do
 from app.bench.outputs import same_distribution
@@ -24,6 +25,7 @@ from app.bench.settings import acceptance, compare, cost, intervals, joined
 from app.captured import load_entries
 from app.cluster import cause_of, connect, gpu_count
 from app.errors import UserError
+from app.parts import PartEntry
 from app.pipeline import StageContext, StageResult
 from app.pipelines import evaluate
 from app.samples import SampleReader, load_split
@@ -38,8 +40,10 @@ Serve = Callable[[int, Job], Done | None]
 
 
 def check(ctx: StageContext) -> None:
-    """Raises UserError where nothing would be left to measure, or a set cannot be read."""
+    """Raises UserError where nothing would be left to measure, bench.engine_args would measure something else, or a set
+    cannot be read."""
     evaluate.check(ctx)
+    refuse_owned_args(ctx.config.bench.engine_args)
     read_sets(ctx.config.bench.sets, ctx.config.bench.set_rows, ctx.listing)
 
 
@@ -57,7 +61,11 @@ def run(ctx: StageContext) -> StageResult:
         UserError: there is no held-out prompt, or vLLM or a server cannot serve the pair.
     """
     config, bench = ctx.config, ctx.config.bench
-    rows = held_out(ctx)
+    entries = load_entries(ctx)
+    rows = _held_out(ctx, entries)
+    form = other_form(config, ctx.target, entries[0])
+    if form is not None:
+        log.warning("bench: %s", form)
     templates = _templates(ctx)
     asks = [templates.ask(r["prompt_ids"], n) for n, r in enumerate(rows)]
     ks = bench.drafting(config.evaluate.num_draft_tokens)
@@ -76,22 +84,21 @@ def run(ctx: StageContext) -> StageResult:
         plain,
         groups={**_by_domain(rows, asks, bench.domain_pass), **sets},
         chats={} if baseline is not None else plain.chats,
-        draws=_draws(ctx, asks, 1),
+        draws=_draws(ctx, asks, 1) if baseline is not None else [],
     )
     drafted: dict[int, Done] = {}
     for k in ks:
         done = service(k, full if k == ks[0] else replace(full, groups={}, chats={}, draws=[]))
         assert done is not None  # only a baseline may be missing
         drafted[k] = done
-    result = _result(ctx, rows, baseline, drafted)
+    result = {**_result(ctx, rows, baseline, drafted), "other_form": form}
     _write(ctx, rows, baseline, drafted[ks[0]], result)
     _tell(result)
     return StageResult(outputs=["bench/bench.json", "bench/outputs.jsonl"], counts=result)
 
 
-def held_out(ctx: StageContext) -> list[dict[str, Any]]:
+def _held_out(ctx: StageContext, entries: list[PartEntry]) -> list[dict[str, Any]]:
     """The rows of every held-out prompt that the target answers anew."""
-    entries = load_entries(ctx)
     split = load_split(ctx.run.store, entries, ctx.config)
     reader = SampleReader(ctx.run.store, entries, split, ("holdout",))
     rows = [r for r in (reader.row(i) for i in range(len(reader))) if r["use"] == "regenerate"]
@@ -242,7 +249,7 @@ def _engines(ctx: StageContext) -> Serve:
     config = ctx.config
     connect(config.ray)
     on_gpu = gpu_count() > 0
-    draft = str(ctx.run.store.local_folder("export/draft"))
+    draft = ctx.run.store.sub("export/draft")
     spec = ServeSpec(
         target=ctx.target.model,
         draft=None,

@@ -102,7 +102,8 @@ def check(ctx: StageContext) -> None:
 
 def load_draft(ctx: StageContext) -> Eagle3Draft:
     """The exported draft, with the target's embedding where the checkpoint leaves it out."""
-    config, tensors = read_checkpoint(ctx.run.store.local_folder("export/draft"))
+    with ctx.run.store.open_folder("export/draft") as folder:
+        config, tensors = read_checkpoint(folder)
     draft = Eagle3Draft(config)
     tensors.setdefault("embed_tokens.weight", load_target_head(ctx.target).embed_tokens)
     draft.load_exported(tensors)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -73,7 +71,7 @@ def run(ctx: StageContext) -> StageResult:
     outputs: list[str] = []
     for path, verifier in formats.items():
         without = left_out(draft, target) if verifier is None else {SGLANG: NOT_SPECULATORS}
-        with explained(store.url), _local_folder(store, path) as folder:
+        with explained(store.url), store.open_folder(path, write=True) as folder:
             write_checkpoint(folder, draft, weights, embed, target, verifier)
             card = model_card(draft, target, k, tokens, embed is not None, folder.name, without)
             (folder / "README.md").write_text(card, encoding="utf-8")
@@ -163,16 +161,3 @@ def _shown_name(target: TargetInfo) -> str:
     """The target without a path of this machine."""
     is_folder = serving_name(target) == target.model and "/" in target.name
     return Path(target.model).name if is_folder else target.name
-
-
-@contextlib.contextmanager
-def _local_folder(store: Store, path: str) -> Iterator[Path]:
-    """A local folder that is, or becomes, folder `path` of the store."""
-    if store.is_local:
-        yield Path(store.full(path))
-        return
-    with tempfile.TemporaryDirectory(prefix="draftmill-") as name:
-        folder = Path(name) / "draft"
-        yield folder
-        for file in sorted(folder.iterdir()):
-            store.put(file, f"{path}/{file.name}")

@@ -19,13 +19,18 @@ from app.captured import TARGET_TOKENIZER, TARGET_WEIGHTS, part_keys
 from app.cluster import connect
 from app.config import Config
 from app.engine.base import EngineSpec
+from app.engine.board import start_board
 from app.engine.crash_search import ATTEMPTS
 from app.engine.factory import endpoint_spec
 from app.engine.model_class import check_model_class
 from app.engine.part_worker import PartWorker, WorkerConfig
-from app.engine.progress import Ticker, start_board
+from app.engine.progress import Ticker
 from app.engine.vllm_args import refuse_owned_args
+from app.engine.watch import Limit, Watch
 from app.errors import UserError
+from app.live import forget
+from app.newcomers import Newcomers
+from app.node_target import is_fetched
 from app.nodes import look_at_cluster
 from app.parts import PARTS, PartEntry, committed_parts, remove_orphans
 from app.pipeline import StageContext, StageResult
@@ -39,6 +44,7 @@ from app.sizing import (
     Engines,
     check_engines,
     choose,
+    gpus_in_use,
     inside,
     need_of,
     placed,
@@ -90,6 +96,7 @@ def run(ctx: StageContext) -> StageResult:
         )
     budget = _budget(ctx, valid)
     if todo and budget.reached is None:
+        _check_errors(_reasons(valid.values()), rows, ctx)  # before engines start: they would stop at the first part
         check_fits(ctx, todo)
         _generate_parts(ctx, todo, keys, valid, rows, budget)
     stopped = budget.record(len(valid), len(keys))
@@ -164,16 +171,18 @@ def _generate_parts(
     store.delete(ATTEMPTS)
     connect(config.ray)
     engines, on_gpu = _engines(ctx, len(todo))
-    _preflight(ctx, todo, engines, on_gpu)
+    newcomers = _preflight(ctx, todo, engines, on_gpu)
     _quiet_ray_data()
     items = [(p, keys[p]) for p in todo]
     board = start_board()
+    held = gpus_in_use() if on_gpu else 0.0
     worker = replace(_worker_config(ctx, on_gpu, engines), board=board)
     reasons = _reasons(valid.values())
     log.info("generate: %d parts to make on %d engine(s)", len(todo), engines.replicas)
     made = sum(e.rows_in for e in valid.values())
-    progress = Ticker((len(valid), len(keys)), (made, rows), board)
-    with budget.watched(store), placed(engines) as groups, progress:
+    watch = Watch(store, board, engines.replicas, stall_limit(config))
+    progress = Ticker((len(valid), len(keys)), (made, rows), board, watch.look)
+    with budget.watched(store), placed(engines) as groups, newcomers, progress:
         try:
             dataset = _actors(items, worker, engines, on_gpu, config, groups)
             for row in dataset.iter_batches(batch_size=1, prefetch_batches=0):
@@ -184,6 +193,7 @@ def _generate_parts(
                     continue
                 entry = PartEntry(**outcome)
                 valid[entry.part] = entry
+                watch.committed(entry)
                 progress.add(entry)
                 if ctx.lease is not None:
                     ctx.lease.check()
@@ -192,7 +202,9 @@ def _generate_parts(
                 _check_errors(reasons, rows, ctx)
         finally:
             store.delete(ATTEMPTS)
-    wait_until_free(engines, on_gpu)
+    forget(store, "generate")
+    if on_gpu:
+        wait_until_free(held)
     missing = sorted(set(keys) - set(valid))
     if missing and budget.reached is None:
         raise UserError(f"generate: parts {missing[:5]} were lost by the engines; run the same command again")
@@ -204,7 +216,7 @@ def _engines(ctx: StageContext, parts: int) -> tuple[Engines, bool]:
     Raises:
         UserError: the cluster cannot hold them.
     """
-    config, cluster = ctx.config, see_cluster()
+    config, cluster = ctx.config, see_cluster(ctx.config.generate.resources)
     need = need_of(shape_of(ctx.target, config), config)
     engines = choose(config, need, cluster, parts)
     check_engines(config, engines, need, cluster)
@@ -212,8 +224,8 @@ def _engines(ctx: StageContext, parts: int) -> tuple[Engines, bool]:
     return engines, cluster.total > 0
 
 
-def _preflight(ctx: StageContext, todo: list[int], engines: Engines, on_gpu: bool) -> None:
-    """Say what the nodes have, and what of it is short for the parts `todo`.
+def _preflight(ctx: StageContext, todo: list[int], engines: Engines, on_gpu: bool) -> Newcomers:
+    """Say what the nodes have, and what of it is short for the parts `todo`; looks likewise at nodes that join later.
 
     Raises:
         UserError: it surely fails.
@@ -221,14 +233,14 @@ def _preflight(ctx: StageContext, todo: list[int], engines: Engines, on_gpu: boo
     config, store = ctx.config, ctx.run.store
     stats = stats_of_ingest(config, store, todo[:: max(1, len(todo) // _PARTS_LOOKED_AT)])
     rows = config.storage.rows_per_part * min(parts_in_flight(config), len(todo))
-    demand = demand_of(
-        config, shape_of(ctx.target, config), engines, on_gpu, rows, stats.tokens / max(1, stats.rows)
-    )  # fmt: skip
-    rooms = look_at_cluster(store.root if store.is_local else None)
+    tokens, shape = stats.tokens / max(1, stats.rows), shape_of(ctx.target, config)
+    demand = demand_of(config, shape, engines, on_gpu, rows, tokens, is_fetched(ctx.target))
+    rooms = look_at_cluster(store.root if store.is_local else None, ctx.target.model)
     for line in node_lines(rooms, demand):
         log.info("generate: %s", line)
     for sentence in check_nodes(rooms, demand, engines.replicas, ctx.run.url):
         log.warning("generate: %s", sentence)
+    return Newcomers(rooms, demand, ctx.run.store, ctx.target.model)
 
 
 def parts_in_flight(config: Config) -> int:
@@ -240,12 +252,22 @@ def parts_in_flight(config: Config) -> int:
     return max(2, math.ceil(2 * g.max_num_seqs / config.storage.rows_per_part))
 
 
+def stall_limit(config: Config) -> Limit:
+    """When an engine counts as stuck; servers that do not answer are endured as long as they may be silent."""
+    g = config.generate
+    patience = g.endpoint_patience_s if g.endpoints and g.stall_minutes else 0.0
+    return Limit(60 * g.stall_minutes + patience, g.row_timeout_s)
+
+
 def _quiet_ray_data() -> None:
     import ray.data
 
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.issue_detectors_config.detectors = []  # they tell of memory an engine is meant to use
+    # A pool that may grow does so where all its engines have all the parts they take and a node has room for another.
+    context.autoscaling_config.actor_pool_util_upscaling_threshold = 1.0
+    context.autoscaling_config.actor_pool_util_downscaling_threshold = 0.0  # an engine that starts holds no part yet
     logging.getLogger("ray.data").setLevel(logging.ERROR)
 
 
@@ -267,14 +289,21 @@ def _actors(
     resources: dict[str, Any] = (
         {"num_gpus": engines.tensor_parallel} if on_gpu else {"num_cpus": config.ray.engine_cpus}
     )
+    if config.generate.resources:
+        resources["resources"] = config.generate.resources
 
-    def pool(share: list[tuple[int, str]], size: int, resources: dict[str, Any]) -> Any:
+    # Ray shows operator and actors by the name of their class: that of the stage, as MapBatches(generate).
+    named = type("generate", (PartWorker,), {})
+
+    def pool(share: list[tuple[int, str]], size: int, most: int, resources: dict[str, Any]) -> Any:
         return parts_dataset(share).map_batches(
-            PartWorker,
+            named,
             fn_constructor_args=(worker,),
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(
-                size=size,
+                min_size=1 if most > size else size,
+                initial_size=size,
+                max_size=max(size, most),
                 max_tasks_in_flight_per_actor=flight,
                 max_concurrent_calls_per_actor=flight,
                 enable_true_multi_threading=True,  # without it Ray runs one call at a time whatever else is asked
@@ -282,10 +311,13 @@ def _actors(
             **resources,
         )
 
-    if not groups:
-        return pool(items, engines.replicas, resources)
-    first, *others = [pool(items[i :: len(groups)], 1, inside(group)) for i, group in enumerate(groups)]
-    return first.union(*others) if others else first
+    if groups:
+        first, *others = [pool(items[i :: len(groups)], 1, 0, inside(group)) for i, group in enumerate(groups)]
+        dataset = first.union(*others) if others else first
+    else:
+        dataset = pool(items, engines.replicas, engines.most, resources)
+    dataset.set_name("generate")
+    return dataset
 
 
 def _worker_config(ctx: StageContext, on_gpu: bool, engines: Engines) -> WorkerConfig:
@@ -305,6 +337,7 @@ def _worker_config(ctx: StageContext, on_gpu: bool, engines: Engines) -> WorkerC
         seed=g.seed,
         kv_cache_gib=None if on_gpu else g.kv_cache_gib,
         gpu_memory_utilization=g.gpu_memory_utilization,
+        engine_process=g.engine_process,
         engine_args={**g.engine_args, **engines.engine_args},
         endpoints=endpoint_spec(config),
     )

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
+from app.bench.sets import count_turns, read_sets
 from app.config import Config
 from app.engine.model_class import check_model_class
 from app.errors import UserError
@@ -32,6 +33,7 @@ from app.preflight import check_nodes, demand_of, node_lines
 from app.runfolder import RunFolder
 from app.sizing import choose, need_of, settled
 from app.sizing import described as cluster_of
+from app.sources.locate import Listing
 from app.target import TargetInfo, inspect_target
 
 log = logging.getLogger("draftmill")
@@ -65,9 +67,9 @@ def plan_run(
         rates = probe(config, stats, rates, hardware)
     rates = rates.with_values(values, "--assume")
     done = run.manifest("generate")
-    plan = make_plan(
-        config, shape, stats, hardware, rates, price, committed=float(done.counts["bytes"]) if done is not None else 0.0
-    )
+    sets = count_turns(read_sets(config.bench.sets, config.bench.set_rows, Listing()).values())
+    committed = float(done.counts["bytes"]) if done is not None else 0.0
+    plan = make_plan(config, shape, stats, hardware, rates, price, committed, sets)
     plan = replace(plan, node=_node(config, shape, stats, hardware, run))
     if done is None or run.store.read_json(PLAN_FILE) is None:  # what was planned before the run is not rewritten
         run.store.write_json(PLAN_FILE, plan.to_json())

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from app.bench.sets import SetTurns
 from app.config import Config
 from app.errors import UserError
 from app.pipeline import StageContext
+from app.plan.bench import bench_assumptions, bench_seconds
 from app.plan.cost import Shape, naive_bytes, other_bytes, part_bytes, shape_of, train_memory
 from app.plan.hardware import GIB, Hardware, Rates, free_bytes
 from app.plan.tokens import Length, SourceTokens, TokenStats, stats_of_ingest
@@ -122,18 +124,21 @@ def make_plan(
     rates: Rates,
     price: float | None = None,
     committed: float = 0.0,
+    sets: SetTurns | None = None,
 ) -> Plan:
     """Work it all out; nothing is read or written.
 
     Args:
         committed: bytes of parts that are on the disk already.
+        sets: turns of `bench.sets`; None: there are no sets.
     """
     config = settled(config, shape, hardware)
     size = part_bytes(stats, shape, config.storage.rows_per_part)
     bound = part_bytes(at_bound(stats, config), shape, config.storage.rows_per_part)
     rest = other_bytes(stats, shape, config)
     train_tokens = stats.tokens * _train_share(config, stats.rows)
-    stages = _stages(config, stats, rates, train_tokens, hardware)
+    sets = sets or SetTurns()
+    stages = _stages(config, stats, rates, train_tokens, hardware, sets)
     longest = max((x.total for s in stats.sources for x in s.lengths), default=0)
     supervised = stats.teacher / max(1.0, stats.tokens)
     memory = train_memory(shape, config, hardware.on_gpu, longest, supervised)
@@ -173,7 +178,7 @@ def make_plan(
         ],
         slowest=max(stages, key=lambda s: s.seconds).name,
         advice=advice(config, stats, hardware, contexts),
-        assumptions=list(stats.assumptions),
+        assumptions=[*stats.assumptions, *bench_assumptions(config, sets)],
         origin=stats.origin,
         price=price,
     )
@@ -197,22 +202,15 @@ def _train_share(config: Config, rows: int) -> float:
 
 
 def _stages(
-    config: Config, stats: TokenStats, rates: Rates, train_tokens: float, hardware: Hardware
+    config: Config, stats: TokenStats, rates: Rates, train_tokens: float, hardware: Hardware, sets: SetTurns
 ) -> list[StagePlan]:
-    g, t = config.generate, config.train
+    t = config.train
     replicas, tensor_parallel = numbers(config)
     held = min(1.0, config.evaluate.holdout / max(1, stats.rows))
     prefilled = stats.tokens - stats.decoded
     per_engine = stats.decoded / rates.generate_tokens_per_s.value + prefilled / rates.prefill_tokens_per_s.value
     generate = rates.engine_start_s.value + per_engine / replicas
     train = rates.train_start_s.value + t.epochs * train_tokens / rates.train_tokens_per_s.value / t.workers
-    answers = sum(s.answer for s in stats.sources if s.use == "regenerate") * held
-    if config.bench.max_new_tokens is not None:
-        answers *= min(1.0, config.bench.max_new_tokens / g.max_new_tokens)
-    ks, settings = config.bench.drafting(config.evaluate.num_draft_tokens), len(config.bench.concurrencies)
-    once = answers / rates.bench_tokens_per_s.value + len(ks) * answers / rates.draft_tokens_per_s.value
-    passes = config.bench.repeats * settings * once
-    bench = (1 + len(ks)) * rates.bench_start_s.value + passes if answers else 0.0
     walk = 1.5 + stats.tokens * held / (_EVALUATE_GAIN * rates.train_tokens_per_s.value) if held else 0.0
     engine_gpus = tensor_parallel if hardware.on_gpu else 0
     return [
@@ -223,7 +221,9 @@ def _stages(
         StagePlan("train", train, t.workers if hardware.on_gpu and t.use_gpu is not False else 0),
         StagePlan("export", 0.5, 0),
         StagePlan("evaluate", walk, 0),
-        StagePlan("bench", bench, engine_gpus),
+        StagePlan(
+            "bench", bench_seconds(config, stats, rates, held, sets), engine_gpus if config.bench.server is None else 0
+        ),
         StagePlan("report", 0.1, 0),
     ]
 

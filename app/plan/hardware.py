@@ -40,6 +40,7 @@ def known_gpu(name: str | None) -> Gpu | None:
 
 
 _OF_8B = 8.03e9  # parameters of the shape these were measured with (MEASURED.md)
+_BYTES_OF_8B = 2 * _OF_8B
 _H200_DECODE = 19_400.0  # answer tokens/s, capturing, 256 requests at once
 _H200_PREFILL = 43_254.0  # tokens/s, capturing
 _H200_TRAIN = 4.0e14  # operations/s of a compiled EAGLE-3 trainer
@@ -235,14 +236,16 @@ def rough_rates(shape: Shape, config: Config, hardware: Hardware, supervised_sha
     if hardware.on_gpu:
         gpu = hardware.gpu
         factor = gpu or GPUS["H200"]
-        gpus = config.generate.tensor_parallel
-        size = _OF_8B / shape.target_parameters * (1 if gpus == "auto" else gpus)
+        gpus = 1 if config.generate.tensor_parallel == "auto" else config.generate.tensor_parallel
+        size = _OF_8B / shape.target_parameters * gpus
+        # A step of many requests chooses nearly every expert, so that all weights are read for it.
+        read = _BYTES_OF_8B / shape.target_bytes * gpus if shape.target_bytes else size
         # Decoding needs requests to fill the card: 256 at once gave the measured rate.
         filled = min(1.0, (config.generate.max_num_seqs / 256) ** 0.8)
         speed = _Speed(
-            _H200_DECODE * factor.bandwidth * size * filled, _H200_PREFILL * factor.compute * size,
+            _H200_DECODE * factor.bandwidth * min(size, read) * filled, _H200_PREFILL * factor.compute * size,
             _H200_TRAIN * factor.compute, 90, 60, 90, 1.5,
-            f"rough: an 8B target on an H200, by parameters and {hardware.gpu_name or 'as if on an H200'}",
+            f"rough: an 8B target on an H200, by parameters, weights and {hardware.gpu_name or 'as if on an H200'}",
         )  # fmt: skip
     else:
         size = _OF_135M / shape.target_parameters

@@ -70,16 +70,16 @@ def publish(
     if "export" not in manifests:
         raise UserError(f"{source.url} has no exported draft; `draftmill export` writes one")
     base_model = _base_model(base_model, manifests)
-    draft = source.store.local_folder(DRAFT)
     results = collect(source)
-    checked = _lint(draft, config)
-    faults = _faults(source, results, checked)
-    if faults and not force:
-        raise UserError(
-            f"not published: {'; '.join(faults)}. Mend it, or give --force to publish it with these words in its card"
-        )
-    data = _data(source, config, manifests, results, place.name, base_model)
-    _write(place, draft, data, _card(data, licence, faults))
+    with source.store.open_folder(DRAFT) as draft:
+        faults = _faults(source, results, _lint(draft, config))
+        if faults and not force:
+            raise UserError(
+                f"not published: {'; '.join(faults)}. Mend it, or give --force to publish it with these words in its"
+                " card"
+            )
+        data = _data(source, config, manifests, results, place.name, base_model)
+        _write(place, draft, data, _card(data, licence, faults))
     lines = [f"published {place}: {', '.join(sorted(p.name for p in place.iterdir()))}"]
     lines += [f"WARNING: {fault}" for fault in faults]
     if base_model is None:

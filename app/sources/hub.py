@@ -129,7 +129,8 @@ def _of_repository(source: SourceConfig, paths: list[str]) -> list[str]:
     splits = sorted({s for words in named.values() for s in words if s in _SPLITS})
     if not splits and source.split == "train":
         return data
-    chosen = [p for p, words in named.items() if source.split.lower() in words]
+    word = re.compile(rf"(?<![a-z0-9]){re.escape(source.split.lower())}(?![a-z0-9])")  # train_sft is one, of two
+    chosen = [p for p in data if word.search(p.lower())]
     if not chosen:
         raise SourceError(
             source.label,

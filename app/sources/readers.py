@@ -201,6 +201,6 @@ def _kind_of(name: str, start: bytes) -> str:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True

@@ -51,6 +51,13 @@ def to_raw(row: Any, columns: Mapping[ColumnName, str]) -> RawConversation:
     Raises:
         RowError: `unknown_shape`, `missing_column`, or what is wrong with the shape it has.
     """
+    try:
+        return _recognised(row, columns)
+    except RecursionError as error:
+        raise RowError("bad_json", "JSON inside the row is nested too deep") from error
+
+
+def _recognised(row: Any, columns: Mapping[ColumnName, str]) -> RawConversation:
     if isinstance(row, str):
         return _logged(row) or RawConversation([{"role": "user", "content": row}], "text")
     if isinstance(row, list):
@@ -146,7 +153,7 @@ def _calls_of(value: Any, number: int) -> list[dict[str, Any]]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError("bad_tool_call", f"message {number}: the function_call is not JSON ({error})") from error
     calls = value if isinstance(value, list) else [value]
     if not calls or not all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in calls):
@@ -241,7 +248,7 @@ def _with_extras(raw: RawConversation, row: dict[str, Any]) -> RawConversation:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError("bad_tools", f"tools is not JSON ({error})") from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         raise RowError("bad_tools", f"tools is {type(tools).__name__}, not a list of objects")

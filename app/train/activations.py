@@ -9,6 +9,9 @@ documents are shared out over passes. So a budget is kept in two ways, the cheap
 
 A part that is made again keeps its inputs: a state and one key and value of each row. Nothing grows with the square of
 a document's length.
+
+Where time is worth more than memory, on a CPU, a pass that fits with room to spare keeps more: norms and activations,
+which are otherwise made again (app/train/recompute.py).
 """
 
 from __future__ import annotations
@@ -82,6 +85,7 @@ class Activations:
     width: int
     steps: int
     budget: int  # bytes
+    keeps_more: bool = False  # norms and activations too, of a pass where they fit
 
     @property
     def parts(self) -> int:
@@ -92,6 +96,10 @@ class Activations:
         """The fewest parts to make again so that a pass fits the budget; where it never does, those that need least."""
         needs = [self.need(rows, n) for n in range(self.parts + 1)]
         return next((n for n, need in enumerate(needs) if need <= self.budget), needs.index(min(needs)))
+
+    def plan(self, rows: Rows) -> tuple[int, bool]:
+        """Of a pass: how many parts are made again (`again`), and whether norms and activations are kept."""
+        return self.again(rows), self.keeps_more and self.need(rows, 0) + self.more(rows) <= self.budget
 
     def fits_whole(self, rows: Rows) -> bool:
         """Whether a pass fits with nothing made again."""
@@ -122,6 +130,20 @@ class Activations:
             values += sum(n[k] for k in range(1, again - 2)) * key
         kept = values * self.width + (0 if again else self._shared(rows))
         return kept + sum(self._step(rows, k) for k in range(max(again - 1, 0), self.steps))
+
+    def more(self, rows: Rows) -> int:
+        """Bytes that norms and activations add to a pass when they are kept: x / rms(x) of each norm in at least fp32
+        in place of x, what a product reads of it, and two activations of each row of the MLP."""
+        c, wide = self.config, max(self.width, _STAT_BYTES)
+        first, learning = rows.learning[0], sum(rows.learning)
+        before_fc = rows.rows * (c.norm_before_fc + c.fc_norm)
+        in_front = 2 * rows.rows + first + 2 * learning  # rows of norms that a product reads
+        alone = learning * (1 + c.norm_before_residual)  # of those that none does
+        units = 3 * c.target_hidden_size * before_fc + c.hidden_size * (in_front + alone)
+        inverses = (1 + 2 * c.fc_norm) * before_fc + in_front + alone
+        given_up = 3 * c.target_hidden_size * before_fc + c.hidden_size * (2 * rows.rows + first + 3 * learning)
+        values = c.hidden_size * in_front + 2 * c.intermediate_size * learning - given_up
+        return (units + inverses) * wide + values * self.width
 
     def _shared(self, rows: Rows) -> int:
         """Of what all steps read: the three states, in the compute dtype and normed, embedding, fused state, angles."""

@@ -207,8 +207,11 @@ class Eagle3Draft(nn.Module):
         if bad:
             raise UserError(f"the draft's {', '.join(bad)} holds NaN or infinity: never loaded, or training broke")
 
-    def cast(self, dtype: torch.dtype) -> CastDraft:
-        """The layer's maths in `dtype`; gradients flow back to the fp32 masters."""
+    def cast(self, dtype: torch.dtype, keeps: bool = False) -> CastDraft:
+        """The layer's maths in `dtype`; gradients flow back to the fp32 masters.
+
+        keeps: norms and activations wait for the backward pass in place of being made again in it.
+        """
         layer, h = self.midlayer, self.config.hidden_size
         attention = layer.self_attn
         qkv = torch.cat([p.weight.to(dtype) for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
@@ -221,6 +224,7 @@ class Eagle3Draft(nn.Module):
             o_proj=attention.o_proj.weight.to(dtype),
             gate_up=torch.cat([layer.mlp.gate_proj.weight.to(dtype), layer.mlp.up_proj.weight.to(dtype)]),
             down=layer.mlp.down_proj.weight.to(dtype),
+            keeps=keeps,
         )
 
 
@@ -240,16 +244,17 @@ class CastDraft:
     o_proj: Tensor  # [H, q]
     gate_up: Tensor  # [2 I, H]
     down: Tensor  # [H, I]
+    keeps: bool = False  # norms and activations (app/train/recompute.py)
 
     @property
     def q_size(self) -> int:
         return self.draft.config.num_attention_heads * self.draft.config.head_dim
 
     def _norm(self, x: Tensor, gain: Norm) -> Tensor:
-        return norm(x, gain.weight, self.draft.config.rms_norm_eps)
+        return norm(x, gain.weight, self.draft.config.rms_norm_eps, self.keeps)
 
     def _norm_linear(self, x: Tensor, gain: Norm, weight: Tensor) -> Tensor:
-        return norm_linear(x, gain.weight, weight, self.draft.config.rms_norm_eps)
+        return norm_linear(x, gain.weight, weight, self.draft.config.rms_norm_eps, self.keeps)
 
     def fuse(self, aux: Tensor) -> Tensor:
         """g = fc(aux): aux [N, 3*Ht] -> [N, H]."""
@@ -295,7 +300,7 @@ class CastDraft:
         residual = self.norm_state(state) if self.draft.config.norm_before_residual else state  # [N, H]
         x = residual + F.linear(attended.flatten(1), self.o_proj)  # [N, H]
         gate_up = self._norm_linear(x, layer.post_attention_layernorm, self.gate_up)  # [N, 2 I]
-        return x + swiglu_linear(gate_up, self.down)  # [N, H]
+        return x + swiglu_linear(gate_up, self.down, self.keeps)  # [N, H]
 
     def head_input(self, hidden: Tensor) -> Tensor:
         """norm(hidden), what lm_head reads: [N, H] -> [N, H]."""

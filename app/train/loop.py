@@ -25,6 +25,7 @@ from app.target import TargetHead, TargetInfo, load_target_head
 from app.train.draft import Eagle3Draft
 from app.train.guards import AGREEMENT_SAMPLES, INT4_AGREEMENT, Agreement, agreement, agreement_words, require_agreement
 from app.train.outside import outside_vocabulary
+from app.train.pulse import Pulse, own_name
 from app.train.ranks import Ranks
 from app.train.trackers import RayMetrics, Tracker, open_trackers
 from app.train.trainer import Trainer, TrainJob
@@ -103,6 +104,8 @@ def run_worker(
     initial = placed(own) if settings.train.init_from is not None else None
     train = SampleReader(store, entries, split, ("train",))
     ranks = Ranks()
+    limit_s = 60 * settings.train.stall_minutes
+    pulse = Pulse(store, place.folder, limit_s, ranks.rank, ranks.gather(own_name()))
     trainer = Trainer(
         TrainJob(
             draft=first_draft(shape, settings.train, initial, head, vocab.kept_ids),
@@ -115,12 +118,14 @@ def run_worker(
             device=device,
             on_validation=on_validation,
             check=teacher_check(train, head, least_agreement(settings.train, entries)),
-            trackers=lambda step: [*_named_trackers(settings, store.url, own, step), *trackers],
+            trackers=lambda step: [*_named_trackers(settings, store.url, own, step), *trackers, pulse],
+            pulse=pulse.beat,
             initial_digest=None if initial is None else initial.digest,
         ),
         ranks,
     )
-    summary = trainer.run()
+    with pulse:
+        summary = trainer.run()
     if ranks.leads and not trainer.stopped:
         temperature = settings.train.temperature
         summary["outside_vocabulary"] = outside_vocabulary(trainer.loss.teacher, train, temperature)

@@ -63,19 +63,26 @@ class Teacher:
 
     def logits(self, s_n: Tensor) -> Tensor:
         """lm_head(final_norm(s_n)) over the kept rows: s_n [N, Ht] -> [N, Vd] fp32 (fp64 in fp64)."""
-        return self._logits(s_n, self.rows)
+        return self._logits(s_n, self.rows, self._fresh)
 
-    def distribution(self, s_n: Tensor, temperature: float = 1.0, measure_inside: bool = False) -> Distribution:
-        """The teacher at s_n [C, Ht]. `measure_inside` computes the whole head where the vocabulary is a part of it."""
+    def distribution(
+        self, s_n: Tensor, temperature: float = 1.0, measure_inside: bool = False, buffer: Buffer | None = None
+    ) -> Distribution:
+        """The teacher at s_n [C, Ht]. `measure_inside` computes the whole head where the vocabulary is a part of it.
+
+        With `buffer` it lies in scratch memory, until the next call.
+        """
+        buffer = buffer or self._fresh
         if measure_inside and len(self.rows) < len(self.head.lm_head):
             whole = _cooled(self.whole_logits(s_n), temperature)  # [C, V]
             logits = whole.index_select(1, self.kept_ids)  # [C, Vd]
             inside = torch.exp(logits.logsumexp(-1) - whole.logsumexp(-1))  # [C]
         else:
-            logits = _cooled(self.logits(s_n), temperature)  # [C, Vd]
+            logits = _cooled(self._logits(s_n, self.rows, buffer), temperature)  # [C, Vd]
             inside = torch.ones_like(logits[:, 0])  # [C]
-        probs = torch.softmax(logits, -1)  # [C, Vd]
-        return Distribution(probs, torch.linalg.vecdot(probs, logits) - logits.logsumexp(-1), inside)
+        probs = torch.softmax(logits, -1, out=buffer("teacher", len(logits), logits.shape[1], logits.dtype))  # [C, Vd]
+        lse = logits.amax(-1) - probs.amax(-1).log()  # [C]
+        return Distribution(probs, logits.mul_(probs).sum(-1) - lse, inside)
 
     def keep(self, s_n: Tensor) -> Tensor:
         """Where the target's first choice over all of V is in the draft vocabulary: [N, Ht] -> [N] bool."""
@@ -86,18 +93,24 @@ class Teacher:
         """lm_head(final_norm(s_n)) over all of V: s_n [N, Ht] -> [N, V], as `logits`."""
         if self._whole is None:
             self._whole = self.head.lm_head.to(self.device, self.dtype)  # [V, Ht]
-        return self._logits(s_n, self._whole)
+        return self._logits(s_n, self._whole, self._fresh)
 
     @property
     def rows_at_once(self) -> int:
         """Positions whose logits over all of V fit the room of a chunk."""
         return max(1, CHUNK_ELEMENTS[self.device.type] // len(self.head.lm_head))
 
-    def _logits(self, s_n: Tensor, rows: Tensor) -> Tensor:
+    def _fresh(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device=self.device)
+
+    def _logits(self, s_n: Tensor, rows: Tensor, buffer: Buffer) -> Tensor:
         wide = torch.promote_types(self.dtype, torch.float32)
         gain = self.gain + 1.0 if self.head.norm_plus_one else self.gain
         x = F.rms_norm(s_n.to(wide), gain.shape, gain.to(wide), self.head.norm_eps)  # [N, Ht]
-        out = F.linear(x.to(self.dtype), rows).to(wide)  # [N, rows]
+        product = buffer("teacher product", len(x), len(rows), self.dtype)
+        out = torch.mm(x.to(self.dtype), rows.T, out=product)  # [N, rows]
+        if wide != self.dtype:
+            out = buffer("teacher logits", len(out), out.shape[1], wide).copy_(out)
         if self.head.logit_scale != 1.0:
             out = out * self.head.logit_scale
         if self.head.logit_softcap is not None:
@@ -141,13 +154,14 @@ class UnrolledLoss:
         return torch.tensor(rows, dtype=torch.float64)
 
     def __call__(
-        self, pack: Pack, counts: Tensor | None = None, keep: Tensor | None = None, again: int = 0
+        self, pack: Pack, counts: Tensor | None = None, keep: Tensor | None = None, again: int = 0, keeps: bool = False
     ) -> tuple[Tensor, StepStats]:
         """Loss of `pack` (scalar, differentiable once) and its statistics.
 
         counts [K]: supervised rows of the whole global batch, default this pack's own. With the global counts
         the losses and gradients of all packs of all ranks add up (a sum, not a mean) to those of one big
-        batch. again: parts of the unroll that are made again in the backward pass (`unroll`).
+        batch. again: parts of the unroll that are made again in the backward pass (`unroll`); keeps: norms and
+        activations are not.
         """
         if not pack.counts[0]:
             none = StepStats.zeros(self.unroll_steps, self.teacher.device)
@@ -155,7 +169,7 @@ class UnrolledLoss:
         own = self.counts(pack, keep)
         total = own if counts is None else counts
         weights = [self.step_decay**k / max(float(n), 1.0) for k, n in enumerate(total)]
-        hidden = torch.cat(unroll(self.draft.cast(self.dtype), pack, again))  # [sum N_k, H], what lm_head reads
+        hidden = torch.cat(unroll(self.draft.cast(self.dtype, keeps), pack, again))  # [sum N_k, H], what lm_head reads
         labels, shares = self.draft.target_to_draft[pack.labels], self.objective.kl_share(self.alpha)
         job = _HeadJob(pack, self.objective, self.teacher, labels, weights, shares, keep, self._buffer)
         loss, sums = _HeadLoss.apply(hidden, self.draft.lm_head.weight, job)
@@ -275,7 +289,14 @@ class _HeadJob:
         if self.objective.loss == "cross_entropy":
             return None
         states = decoded(self.pack.teacher[low:high])  # [C, Ht]
-        return self.teacher.distribution(states, self.objective.temperature, self.objective.measures_alpha)
+        buffer = None if states.is_cuda else self.buffer
+        return self.teacher.distribution(states, self.objective.temperature, self.objective.measures_alpha, buffer)
+
+    def cast(self, master: Tensor, dtype: torch.dtype) -> Tensor:
+        """`master` [Vd, H] in `dtype`."""
+        if master.is_cuda or master.dtype == dtype:
+            return master.to(dtype)
+        return self.buffer("head", len(master), master.shape[1], dtype).copy_(master)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -285,14 +306,14 @@ class _HeadLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, master: Tensor, job: _HeadJob) -> tuple[Tensor, Tensor]:
         """hidden [sum N_k, H] compute dtype, master [Vd, H] fp32 -> loss, sums [3, K] (loss, hits, alpha)."""
         pack, steps, vocab = job.pack, range(len(job.weights)), len(master)
-        weight = master.to(hidden.dtype)  # [Vd, H]
+        weight = job.cast(master, hidden.dtype)  # [Vd, H]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         offsets = [0]
         for n in pack.counts:
             offsets.append(offsets[-1] + n)
         wants_grad = any(ctx.needs_input_grad[:2])
         d_hidden = torch.empty_like(hidden) if wants_grad else hidden.new_empty(0)  # [sum N_k, H]
-        d_weight = torch.zeros_like(master) if wants_grad else master.new_empty(0)  # [Vd, H]
+        d_weight: Tensor | None = None  # [Vd, H]
         sums = hidden.new_zeros(3, len(steps), dtype=wide)  # [3, K]
         positions = pack.counts[0]
         size = max(1, CHUNK_ELEMENTS[hidden.device.type] // (vocab * len(steps)))
@@ -318,11 +339,11 @@ class _HeadLoss(torch.autograd.Function):
                 done += b - a
             if wants_grad:
                 scale = torch.cat(row_weights).to(hidden.dtype).unsqueeze(-1)  # [n, 1]
-                d_weight = _add_product(d_weight, logits.T, x * scale)  # [Vd, H]
+                d_weight = _add_product(d_weight, logits.T, x * scale, master.dtype)  # [Vd, H]
                 d_x = torch.mm(logits, weight).mul_(scale)  # [n, H]
                 for s, part in zip(spans, d_x.split([b - a for a, b in ends]), strict=True):
                     d_hidden[s] = part
-        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.save_for_backward(d_hidden, master.new_empty(0) if d_weight is None else d_weight)
         ctx.mark_non_differentiable(sums)
         factors = torch.tensor(job.weights, dtype=wide, device=sums.device)  # [K]
         return (sums[0] * factors).sum(), sums
@@ -333,8 +354,10 @@ class _HeadLoss(torch.autograd.Function):
         return d_hidden.mul_(grads[0].to(d_hidden.dtype)), d_weight.mul_(grads[0].to(d_weight.dtype)), None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b, the sum kept in the dtype of total; a GPU multiplies bf16 into fp32 directly."""
-    if total.is_cuda and a.dtype != total.dtype:
-        return torch.addmm(total, a, b, out_dtype=total.dtype)
-    return total.add_(torch.mm(a, b))
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """total (None is 0) + a @ b, the sum kept in `dtype`; a GPU multiplies bf16 into fp32 directly."""
+    if a.is_cuda and a.dtype != dtype:
+        start = a.new_zeros(len(a), b.shape[1], dtype=dtype) if total is None else total
+        return torch.addmm(start, a, b, out_dtype=dtype)
+    product = torch.mm(a, b)
+    return product.to(dtype) if total is None else total.add_(product)

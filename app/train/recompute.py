@@ -1,8 +1,9 @@
 """What the backward pass makes again instead of keeping it.
 
 At K unroll steps the activations of all steps wait for the backward pass. A norm or an activation in front of a product
-is a short elementwise pass; kept, it would be a third of them: it is always made again. Whole parts of the unroll are
-where the rest is too much (app/train/activations.py).
+is a short elementwise pass; kept, it would be a third of them. A GPU fuses it and always makes it again. On a CPU it is
+several passes over its rows, so there it is kept where the budget has room (`keeps`). Whole parts of the unroll are
+made again where the rest is too much (app/train/activations.py).
 """
 
 from __future__ import annotations
@@ -29,22 +30,50 @@ def made_again(function: Callable[..., R], *args: Any) -> R:
     return made
 
 
-def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """rms_norm(x): [N, H], [H] -> [N, H]; keeps x in its own dtype and not in fp32."""
-    out: Tensor = _Norm.apply(x, gain, eps)
+def norm(x: Tensor, gain: Tensor, eps: float, keeps: bool = False) -> Tensor:
+    """rms_norm(x): [N, H], [H] -> [N, H]; keeps x in its own dtype, or x / rms(x) in at least fp32."""
+    out: Tensor = (_KeptNorm if keeps else _Norm).apply(x, gain, eps)
     return out
 
 
-def norm_linear(x: Tensor, gain: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm(x) @ weight^T: [N, H], [H], [M, H] -> [N, M]; keeps x and not its norm."""
+def norm_linear(x: Tensor, gain: Tensor, weight: Tensor, eps: float, keeps: bool = False) -> Tensor:
+    """rms_norm(x) @ weight^T: [N, H], [H], [M, H] -> [N, M]; keeps x and not its norm, or what `norm` does and that."""
+    if keeps:
+        return F.linear(norm(x, gain, eps, keeps), weight)
     out: Tensor = _NormLinear.apply(x, gain, weight, eps)
     return out
 
 
-def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """swiglu(gate_up) @ weight^T: [N, 2 I], [H, I] -> [N, H]; keeps gate_up and not the activation."""
+def swiglu_linear(gate_up: Tensor, weight: Tensor, keeps: bool = False) -> Tensor:
+    """swiglu(gate_up) @ weight^T: [N, 2 I], [H, I] -> [N, H]; keeps gate_up and not the activation, or both."""
+    if keeps:
+        return F.linear(swiglu(gate_up), weight)
     out: Tensor = _SwigluLinear.apply(gate_up, weight)
     return out
+
+
+class _KeptNorm(torch.autograd.Function):
+    """With u = x / rms(x) and y = u * gain, dx = (dy * gain - u * mean(dy * gain * u)) / rms(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        unit = x.to(wide, copy=True)  # [N, H]
+        inverse = unit.square().mean(-1, keepdim=True).add_(eps).rsqrt_()  # [N, 1] 1 / rms(x)
+        unit.mul_(inverse)
+        ctx.save_for_backward(unit, inverse, gain)
+        ctx.dtype = x.dtype
+        return (unit * gain.to(wide)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        unit, inverse, gain = ctx.saved_tensors
+        d_normed = grads[0].to(unit.dtype)  # [N, H]
+        product = d_normed * unit  # [N, H]
+        d_gain = product.sum(0).to(gain.dtype)
+        d_unit = d_normed * gain.to(unit.dtype)  # [N, H]
+        along = product.mul_(gain.to(unit.dtype)).mean(-1, keepdim=True)  # [N, 1]
+        return d_unit.addcmul_(unit, along, value=-1.0).mul_(inverse).to(ctx.dtype), d_gain, None
 
 
 class _Norm(torch.autograd.Function):

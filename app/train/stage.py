@@ -11,19 +11,23 @@ from app.cluster import cause_of, connect, gpu_count, is_local
 from app.config import Config
 from app.draft_config import DraftConfig
 from app.errors import UserError
+from app.live import Live, forget, tell
+from app.node_target import target_here
 from app.pipeline import StageContext, StageResult
 from app.pipelines.vocab import load_vocab
 from app.runfolder import digest_of, flat_config, flat_defaults
+from app.sizing import see_cluster
 from app.storage import Store
+from app.target import TargetInfo
 from app.train import trainer, warm_start
 from app.train.loop import FOLDER, SUMMARY, Place, draft_config, train_loop_per_worker
+from app.train.pulse import FAULT
 from app.train.state import StopRequest, ask_to_stop
 from app.train.trackers import require_trackers
 
 log = logging.getLogger("draftmill")
 
 EXECUTION_KEYS = tuple(f"train.{key}" for key in trainer.EXECUTION_KEYS)
-_FAULT = "fault.json"  # in the training folder: what a person can mend, from a worker
 _INPUTS = "inputs.json"  # what the checkpoints were made from
 _RAY = "ray"
 _MAX_FAILURES = 3  # worker groups started again after a dead worker
@@ -101,7 +105,7 @@ def train_in(ctx: StageContext, place: Place) -> tuple[dict[str, Any], DraftConf
         own.write_json(_INPUTS, inputs)  # last: what it stands for is there
     elif initial is not None and not warm_start.is_placed(own):
         warm_start.place(initial, own)  # cleaned since
-    own.delete(_FAULT)
+    own.delete(FAULT)
     own.delete(StopRequest.PATH)
     connect(config.ray)
     loop_config = {
@@ -114,6 +118,7 @@ def train_in(ctx: StageContext, place: Place) -> tuple[dict[str, Any], DraftConf
     }
     _fit(config, store, loop_config)
     summary = own.read_json(SUMMARY)
+    forget(store, place.folder)
     own.delete(_RAY)
     if summary is None:
         raise UserError(
@@ -161,13 +166,15 @@ def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
         ),
     )
     log.info("train: %d worker(s) with %s", config.train.workers, resources)
+    waits = f"{config.train.workers} worker(s) with {resources}: Ray starts them when these are free"
+    tell(store, loop_config["place"].folder, Live("no worker has begun yet", waiting_for=waits))
     try:
         group.fit()
     except KeyboardInterrupt:
         _save_and_leave(own)
         raise
     except Exception as error:
-        fault = own.read_json(_FAULT)
+        fault = own.read_json(FAULT)
         if fault is not None:
             raise UserError(fault["message"]) from error
         cause = cause_of(error)
@@ -202,21 +209,22 @@ def _trainer_class() -> Any:
 
 def _resources(config: Config, use_gpu: bool) -> dict[str, float]:
     """What one worker asks for; CPU workers make do with what a small machine has."""
-    import ray
-
-    total = ray.cluster_resources()
-    workers = config.train.workers
+    workers, own = config.train.workers, config.train.resources
+    cluster = see_cluster(own)
+    have = f"the nodes with {own} have" if own else "the cluster has"
+    if own and not cluster.cpus:
+        raise UserError(f"no node has what train.resources asks for, {own}; start nodes with it or leave it out")
     if use_gpu:
-        if total.get("GPU", 0) < workers:
+        if cluster.engines(1) < workers:
             raise UserError(
-                f"train.workers is {workers} and the cluster has {total.get('GPU', 0):g} GPUs; lower train.workers"
+                f"train.workers is {workers} and {have} {cluster.engines(1)} GPUs; lower train.workers"
                 " or set train.use_gpu=false"
             )
-        return {"GPU": 1, "CPU": 1}
-    cpus = int(total.get("CPU", 0)) // workers
+        return {"GPU": 1, "CPU": 1, **own}
+    cpus = int(cluster.cpus) // workers
     if cpus < 1:
-        raise UserError(f"train.workers is {workers} and the cluster has {total.get('CPU', 0):g} CPUs; lower it")
-    return {"CPU": min(config.train.cpus_per_worker, cpus)}
+        raise UserError(f"train.workers is {workers} and {have} {cluster.cpus:g} CPUs; lower it")
+    return {"CPU": min(config.train.cpus_per_worker, cpus), **own}
 
 
 def _worker(loop_config: dict[str, Any]) -> None:
@@ -225,11 +233,12 @@ def _worker(loop_config: dict[str, Any]) -> None:
         if "/ray/train/" in name:  # Ray Train names a logger after its file; our own lines say what is reported
             logging.getLogger(name).setLevel(logging.WARNING)
     store = Store(loop_config["run_url"], loop_config["run_options"]).sub(loop_config["place"].folder)
-    fault = store.read_json(_FAULT)
+    fault = store.read_json(FAULT)
     if fault is not None:
         raise UserError(fault["message"])
     try:
-        train_loop_per_worker(loop_config)
+        target = target_here(TargetInfo.from_json(loop_config["target"]))
+        train_loop_per_worker({**loop_config, "target": target.to_json()})
     except UserError as error:
-        store.write_json(_FAULT, {"message": str(error)})
+        store.write_json(FAULT, {"message": str(error)})
         raise

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from app.errors import UserError, first_line
+from app.metrics import Meter, run_name
 from app.runfolder import digest_of
 from app.storage import Store
 
@@ -24,15 +25,6 @@ log = logging.getLogger("draftmill")
 _MODULES = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow",), "wandb": ("wandb",)}
 _PROJECT = "draftmill"
 _IDS = "trackers.json"  # in the training folder: runs to go on with
-
-# Gauges of Ray's metrics, by the name in a line of the log.
-GAUGES = {
-    "step": ("draftmill_train_step", "optimiser steps done"),
-    "loss": ("draftmill_train_loss", "training loss, all unroll steps"),
-    "tokens_per_s": ("draftmill_train_tokens_per_second", "tokens trained on per second, all workers"),
-    "data_wait_share": ("draftmill_train_data_wait_share", "share of the time in which the step loop waits for data"),
-    "validation/acceptance_length": ("draftmill_train_acceptance_length", "acceptance length of the validation walk"),
-}
 
 
 class Tracker(Protocol):
@@ -161,7 +153,7 @@ class MLflow:
             self.mlflow.set_tracking_uri(f"file://{store.full('mlruns')}")
         self.mlflow.set_experiment(_PROJECT)
         known = _known_id(store, "mlflow") if resume_step else None
-        run = self.mlflow.start_run(run_id=known, run_name=None if known else _name(run_url))
+        run = self.mlflow.start_run(run_id=known, run_name=None if known else run_name(run_url))
         if known is None:
             _keep_id(store, "mlflow", run.info.run_id)
             self.mlflow.set_tags({"run_folder": run_url})
@@ -185,7 +177,7 @@ class WandB:
         known = _known_id(store, "wandb") if resume_step else None
         folder = store.full("") if store.is_local else tempfile.mkdtemp(prefix="draftmill-wandb-")
         self.run = wandb.init(
-            project=_PROJECT, name=_name(run_url), id=known, resume="allow", dir=folder,
+            project=_PROJECT, name=run_name(run_url), id=known, resume="allow", dir=folder,
             config=_record(run_url, settings),
         )  # fmt: skip
         _keep_id(store, "wandb", self.run.id)
@@ -201,20 +193,13 @@ class WandB:
 
 
 class RayMetrics:
-    """Gauges for Ray's dashboard and Prometheus, labelled with the run's name."""
+    """Metrics for Ray's dashboard and Prometheus (app/metrics.py), told by the leading worker."""
 
     def __init__(self, run_url: str) -> None:
-        metrics = importlib.import_module("ray.util.metrics")
-        tags = {"run": _name(run_url)}
-        self.gauges = {}
-        for key, (name, what) in GAUGES.items():
-            self.gauges[key] = metrics.Gauge(name, description=what, tag_keys=("run",))
-            self.gauges[key].set_default_tags(tags)
+        self.meter = Meter(run_url, "train", "worker 0")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        for key, gauge in self.gauges.items():
-            if key in values:
-                gauge.set(values[key])
+        self.meter.set_known(values)
 
     def flush(self) -> None:
         """Nothing: Ray collects by itself."""
@@ -228,10 +213,6 @@ def _has(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ValueError:  # a module without a spec, as one put in sys.modules
         return True
-
-
-def _name(run_url: str) -> str:
-    return run_url.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _record(run_url: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ log = logging.getLogger("draftmill")
 # Settings that change how a run is carried out, never what it computes.
 EXECUTION_KEYS = (
     "workers", "shard", "use_gpu", "cpus_per_worker", "checkpoint_every_s", "keep_checkpoints", "max_bad_steps",
-    "min_teacher_agreement", "trackers", "activation_gib", "embedding_device",
+    "min_teacher_agreement", "trackers", "activation_gib", "embedding_device", "stall_minutes", "resources",
 )  # fmt: skip
 TOKENS_PER_PASS = {"cpu": 4096, "cuda": 8192}
 LOG_LINES = 2000
@@ -78,6 +78,7 @@ class TrainJob:
     on_validation: Callable[[dict[str, Any]], None] = lambda values: None
     check: Callable[[Ranks], dict[str, Any]] = lambda ranks: {}  # before step 1, its numbers go into the summary
     trackers: Callable[[int], Sequence[Tracker]] = lambda step: ()  # of the leading rank, by the step it goes on from
+    pulse: Callable[[int, int, str], None] = lambda step, steps, doing: None  # a sign of life, of every rank
     initial_digest: str | None = None  # of the weights `draft` starts from, where they are another draft's
 
 
@@ -159,6 +160,7 @@ class Trainer:
             due = ranks.leads and time.monotonic() - last_save > c.checkpoint_every_s
             stats, norm, save, self.stopped = self._train_step(loaded, due, stop.asked(ranks.leads))
             self.step += 1
+            self.job.pulse(self.step, self.total_steps, "trains")
             self.seconds, self.waited = before + time.monotonic() - started, waited_before + steps.total
             window.add(stats, loaded.tokens, self.step)
             window.waited += steps.last
@@ -230,14 +232,16 @@ class Trainer:
         next: save, stop."""
         ranks, device = self.ranks, self.job.device
         packs = loaded.packs
-        keeps = [self.loss.keep(p) for p in packs]
-        own = torch.stack([self.loss.counts(p, k) for p, k in zip(packs, keeps, strict=True)]).sum(0)  # [K]
+        kept = [self.loss.keep(p) for p in packs]
+        own = torch.stack([self.loss.counts(p, k) for p, k in zip(packs, kept, strict=True)]).sum(0)  # [K]
         control = torch.cat([own, own.new_tensor([float(save_due), float(stop)])]).to(device)  # [K+2]
         *counts, save, stop_all = ranks.sum(control).tolist()
         stats: StepStats | None = None
         total = torch.tensor(counts, dtype=torch.float64)
-        again = [self.activations.again(Rows.of_pack(p)) for p in packs]
-        jobs = [partial(self.loss, *job) for job in zip(packs, [total] * len(packs), keeps, again, strict=True)]
+        jobs = []
+        for p, keep in zip(packs, kept, strict=True):
+            again, keeps = self.activations.plan(Rows.of_pack(p))
+            jobs.append(partial(self.loss, p, total, keep, again, keeps))
         for part in sharding.passes(self.draft, jobs):
             stats = part if stats is None else stats + part
         assert stats is not None
@@ -307,6 +311,7 @@ class Trainer:
         tallies: list[Tally] = []
         stats = StepStats.zeros(self.config.unroll_steps, self.job.device)
         for batch in batches(mine, TOKENS_PER_PASS[self.job.device.type]):
+            self.job.pulse(self.step, self.total_steps, "validates")
             tallies += walk(batch, propose, k)
             packed = pack(batch, self.config.unroll_steps).to(self.job.device)
             stats = stats + self.loss(packed, keep=self.loss.keep(packed))[1]
@@ -409,7 +414,8 @@ class Trainer:
             said = "auto, what the memory leaves"
         else:
             budget, said = int(c.activation_gib * GIB), "train.activation_gib"
-        activations = Activations(self.draft.config, self.dtype.itemsize, c.unroll_steps, budget)
+        on_cpu = self.job.device.type == "cpu"
+        activations = Activations(self.draft.config, self.dtype.itemsize, c.unroll_steps, budget, keeps_more=on_cpu)
         activations.require(infos, plan.max_tokens, said)
         return activations
 

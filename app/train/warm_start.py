@@ -71,10 +71,11 @@ def read_draft(where: str, options: dict[str, Any], num_layers: int) -> InitialD
             f"train.init_from {where} is no draft: it holds neither {CONFIG_FILE} (a checkpoint) nor config.yaml (a run"
             " folder); of a hub model give the folder it was downloaded to"
         )
-    folder = store.local_folder("")
-    config, tensors = read_checkpoint(folder, num_layers)
-    files = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin") or p.name == CONFIG_FILE)
-    return InitialDraft(config, tensors, digest_of([[p.name, Store(str(folder)).sha256(p.name)] for p in files]))
+    with store.open_folder() as folder:
+        config, tensors = read_checkpoint(folder, num_layers)
+        files = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin") or p.name == CONFIG_FILE)
+        digest = digest_of([[p.name, Store(str(folder)).sha256(p.name)] for p in files])
+    return InitialDraft(config, tensors, digest)
 
 
 def _of_run(store: Store) -> InitialDraft:

@@ -12,6 +12,7 @@ from typing import Any
 from app.bench.engine import ServeSpec, serve
 from app.bench.measure import Ask, Job, Templates
 from app.engine.process import prepare_process
+from app.storage import Store
 from tests.engine.helpers import tiny_prompts
 
 TOKENS = 24
@@ -23,8 +24,9 @@ CHAT = [{"role": "user", "content": "How many sacks?"}, {"role": "user", "conten
 
 def spec(target: str, draft: str | None, k: int) -> ServeSpec:
     return ServeSpec(
-        target=target, draft=draft, num_draft_tokens=k, dtype="float32", max_model_len=256, max_num_seqs=4,
-        on_gpu=False, tensor_parallel=1, kv_cache_gib=0.25, trust_remote_code=False, enforce_eager=True,
+        target=target, draft=Store(draft) if draft else None, num_draft_tokens=k, dtype="float32",
+        max_model_len=256, max_num_seqs=4, on_gpu=False, tensor_parallel=1, kv_cache_gib=0.25,
+        trust_remote_code=False, enforce_eager=True,
     )  # fmt: skip
 
 

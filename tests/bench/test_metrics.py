@@ -51,6 +51,7 @@ def sglang(length: float, rate: float, more: str = CHAIN) -> Reading:
 
 
 def test_vllm_counts_by_difference() -> None:
+    """F75: 200 drafts lie between the two readings, whatever was counted before."""
     found = vllm(250, (160, 60), 900).since(vllm(50, (40, 20), 300))
     assert (found.engine, found.drafts, found.draft_tokens, found.accepted) == ("vLLM", 200, 400, 160)
     assert found.accepted_per_position == (120, 40) and found.generated == 600 and found.prefix_hits == 0

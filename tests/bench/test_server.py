@@ -62,6 +62,20 @@ def test_a_pass_is_counted_and_timed(start: Start) -> None:
     assert body["stream"] and body["stream_options"] == {"include_usage": True} and body["temperature"] == 0
 
 
+def test_f75_earlier_traffic_counts_for_nothing(start: Start) -> None:
+    """The same numbers, by one definition, of a fresh server and of one that answered others before."""
+    told = []
+    for earlier in (0, 5):
+        server = start(size=3)
+        if earlier:
+            do(service(server), Job([Ask([400 + n], 30) for n in range(earlier)], (2,), 1, TEMPLATES))
+        served = do(service(server), Job(ASKS, (3,), 2, TEMPLATES)).cells[0]
+        told.append({k: v for k, v in compare(None, served, 3).items() if k.startswith(("acc", "dra", "num"))})
+    assert server.drafts > told[0]["drafts"] > 0 and told[0] == told[1]
+    assert told[0]["acceptance_length"] == 1 + told[0]["accepted"] / told[0]["drafts"]
+    assert told[0]["acceptance_rate"] == told[0]["accepted"] / told[0]["draft_tokens"]
+
+
 def test_without_counters_by_position_the_answers_give_the_width(start: Start) -> None:
     served = do(service(start(size=2)), Job(ASKS, (3,), 2, TEMPLATES)).cells[0]
     served.accepted_per_position = []  # as a vLLM that does not count them

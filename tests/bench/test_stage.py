@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
-from app.bench.measure import Ask, Done, Served
+from app.bench.form import other_form
+from app.bench.measure import Ask, Done, Served, do
+from app.bench.server import RunningServer
+from app.captured import load_entries
 from app.errors import UserError
-from app.pipeline import StageContext
+from app.pipeline import StageContext, run_pipeline
 from app.pipelines import bench
 from app.results import bench_lines
+from app.stages import STAGES
 from tests.bench.fake_server import FakeDraftServer
 from tests.pipelines.finished import finish_generate
 from tests.runs import context, prompts, tiny_config, write_rows
@@ -98,6 +102,58 @@ def test_a_server_with_nothing_to_compare(
     assert found["acceptance_length"] > 1
     text = "\n".join(" ".join(x) for x in bench_lines(found))
     assert "tokens/s with the draft" in text and "differ" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("speculative_config", {"method": "eagle", "model": "x"}, "method eagle3 with the exported draft"),
+        ("speculative_config", {"method": "eagle3", "draft_tensor_parallel_size": 8}, "set bench.draft_tokens"),
+        ("model", "another/target", "set target.model"),
+        ("enable_prefix_caching", True, "it stays off"),
+        ("tensor_parallel_size", 2, "set generate.tensor_parallel"),
+    ],
+)
+def test_f73_arguments_that_would_measure_something_else_are_refused_before_the_run(
+    tiny: Path, tmp_path: Path, name: str, value: Any, said: str
+) -> None:
+    config = tiny_config(
+        tiny, tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows()), bench__engine_args={name: value, "x": 1}
+    )
+    with pytest.raises(UserError, match=rf"^bench.engine_args may not hold {name} \(.*{said}"):
+        run_pipeline(config, list(STAGES))
+    assert not (tmp_path / "run" / "ingest").exists()
+
+
+@pytest.mark.parametrize(
+    ("captured", "served", "said"),
+    [
+        ({}, {}, None),
+        ({}, {"quantization": "fp8"}, "(quantization fp8) than was captured (quantization none)"),
+        ({"quantization": "fp8"}, {}, "(quantization none) than was captured (quantization fp8)"),
+        ({"quantization": "fp8"}, {"quantization": "fp8", "max_num_batched_tokens": 64}, None),
+        ({}, {"dtype": "float32", "kv_cache_dtype": "fp8"},
+         "(dtype float32, kv_cache_dtype fp8) than was captured (dtype bfloat16, kv_cache_dtype none)"),
+        ({}, {"dtype": "auto", "kv_cache_dtype": "auto"}, None),
+    ],
+)  # fmt: skip
+def test_f74_a_bench_of_another_numeric_form_is_labelled(
+    tiny: Path, tmp_path: Path, servers: tuple[FakeDraftServer, FakeDraftServer], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture, captured: dict[str, Any], served: dict[str, Any], said: str | None,
+) -> None:  # fmt: skip
+    def engines(ctx: StageContext) -> bench.Serve:
+        return lambda k, job: do(RunningServer(servers[k > 0].url, "bench.server", None, lambda text: []), job)
+
+    monkeypatch.setattr(bench, "_engines", engines)
+    monkeypatch.setattr("app.pipelines.bench.log.propagate", True)
+    ctx, found = run(tiny, tmp_path, generate__engine_args=captured, bench__engine_args=served)
+    entry = replace(load_entries(ctx)[0], record={"quantization": "awq"})  # what a part says of itself goes first
+    assert "quantization awq" in str(other_form(ctx.config, ctx.target, entry))
+    warned = [m for m in caplog.messages if "another form of the target" in m]
+    if said is None:
+        assert found["other_form"] is None and not warned
+    else:
+        assert said in found["other_form"] and len(warned) == 1 and found["acceptance_length"] > 1
 
 
 def test_at_a_temperature_outputs_are_tested_as_samples(

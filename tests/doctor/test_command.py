@@ -18,6 +18,7 @@ from app.doctor.checklist import CHECKS, SECTIONS
 from app.doctor.command import BEFORE_TRAIN, before_report, examine
 from app.doctor.facts import Facts
 from app.doctor.finding import Finding
+from app.doctor.weak import enough_data
 from app.errors import UserError
 from app.parts import read_ingest_part
 from app.pipeline import Stage, StageContext, StageResult, run_stage
@@ -113,6 +114,33 @@ def test_bench_is_refused_where_the_export_is_wrong_and_report_is_only_told(
         before_report(settings(config))
     assert "doctor: EAGLE flag" in caplog.text
     run_stage(guarded("bench"), settings(config, before=[]))
+
+
+def test_f74_a_bench_of_another_form_is_noted(healthy: Config, tmp_path: Path) -> None:
+    config = copied(healthy, tmp_path / "run")
+    fp8 = config.bench.model_copy(update={"engine_args": {"quantization": "fp8"}})
+    report = examine(context(config.model_copy(update={"bench": fp8})))
+    (line,) = [line for line in report.lines if line.id == "B5"]
+    assert line.finding.state == "passed" and "(quantization fp8) than was captured (quantization none)" in (
+        line.finding.next_step or ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("samples", "note"),
+    [(100, "far below the usual volume"), (20_000, "published drafts use 50,000 samples and more"), (68_000, "")],
+)
+def test_f79_a_small_volume_is_a_note_and_no_fault(healthy: Config, samples: int, note: str) -> None:
+    facts = Facts(context(healthy), ("ingest", "generate", "vocab", "train"))
+    generate = facts.manifest("generate")
+    counts = {**generate.counts, "samples": samples}
+    with pytest.MonkeyPatch.context() as patch:
+        of_train = facts.manifest("train")
+        patch.setattr(facts, "manifest", lambda s: of_train if s == "train" else replace(generate, counts=counts))
+        found = enough_data(facts)
+    assert found.state == "passed" and (found.next_step or "").startswith(note) and bool(found.next_step) == bool(note)
+    for words in (f"{samples:,} samples", "answer tokens", "20 epochs", "100 % of the samples looked at answered by"):
+        assert words in found.evidence, words
 
 
 def test_an_older_run_s_export_is_not_judged_before_training(healthy: Config, tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ def test_an_engine_that_departs_is_told_from_one_that_does_not(
 
 
 def test_a_draft_that_knows_one_answer_by_heart_is_accepted_whole(target: Target, tmp_path: Any) -> None:
+    """F78: what training learnt is there after export, depth by depth, in the order of rows that an engine has."""
     config = run_config(
         target.folder, tmp_path, 3,
         evaluate__holdout=1, train__epochs=90, train__learning_rate=2e-2, train__unroll_steps=K,
@@ -187,3 +188,6 @@ def test_a_draft_that_knows_one_answer_by_heart_is_accepted_whole(target: Target
     found = replay((learnt[i] for i in range(len(learnt))), StepDraft(facts.draft_config, facts.draft_tensors), K)
     # All but what the first row after the prompt cannot know and the last draft that the end cuts.
     assert 1 + sum(found.joint) + sum(found.unknown) > K, found
+    lines = {line.id: line.finding for line in examine(context(config)).lines}
+    assert lines["C3"].state == lines["C4"].state == "passed"
+    assert lines["C4"].evidence.endswith("proposals are equal by depth"), lines["C4"]

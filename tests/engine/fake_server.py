@@ -84,6 +84,7 @@ class FakeServer:
     key: str | None = None
     models: tuple[str, ...] = ("tiny",)
     max_model_len: int | None = 512
+    models_text: str | None = None  # in place of the list of models
     override: Override | None = None  # by path and body: a response in place of the answer
     delay_s: float = 0.0
     port: int = 0
@@ -137,6 +138,8 @@ class FakeServer:
         return None
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self.models_text is not None:
+            return web.Response(text=self.models_text)
         listed = [{"id": m, "max_model_len": self.max_model_len} for m in self.models]
         return self._refusal(request) or web.json_response({"data": listed})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from app.engine import gate
+from app.engine import endpoints, gate
 from app.engine.base import Completion, EndpointSpec, EngineError, EngineSpec, Request
 from app.engine.endpoint_check import QUESTIONS
 from app.engine.gate import START, Gate
@@ -107,6 +108,8 @@ def test_answers_come_from_the_server_and_states_from_prefill(
     assert {d.finish_reason for d in done if isinstance(d, Completion)} == {"stop", "length"}
     path = "/v1/chat/completions" if api == "chat" else "/v1/completions"
     assert server.seen[path] == len(requests) + len(QUESTIONS) + 1
+    load = engine.load()
+    assert load.steps >= len(requests) and (load.running, load.queue, load.note) == (0, 0, None)
 
 
 def test_sglangs_own_api_is_used_where_completions_give_no_ids(server: FakeServer, start: Start, tiny: Path) -> None:
@@ -313,6 +316,126 @@ def test_text_that_is_not_the_tokens_is_rejected_by_name(server: FakeServer, sta
     assert [getattr(d, "reason", "") for d in done] == ["tokens_unknown", "tokens_unknown", ""]
     assert isinstance(done[2], Completion)
     assert END not in done[2].answer_ids, "an answer cut by length gets no invented end token"
+
+
+ANSWER = {"text": "The mill", "token_ids": [300, 301, END], "finish_reason": "stop"}
+GARBAGE: dict[str, str] = {
+    "nested": "[" * 200_000,
+    "infinite_id": json.dumps({"choices": [ANSWER]}).replace("300", "1e999"),
+    "negative_id": json.dumps({"choices": [{**ANSWER, "token_ids": [-1, END]}]}),
+    "huge_id": json.dumps({"choices": [{**ANSWER, "token_ids": [2**70, END]}]}),
+    "ids_of_text": json.dumps({"choices": [{**ANSWER, "token_ids": ["300", "2"]}]}),
+    "half_ids": json.dumps({"choices": [{**ANSWER, "token_ids": [300.5, END]}]}),
+    "ids_are_an_object": json.dumps({"choices": [{**ANSWER, "token_ids": {"300": 1}}]}),
+    "count_of_text": json.dumps({"choices": [ANSWER], "usage": {"completion_tokens": "x"}}),
+    "infinite_count": json.dumps({"choices": [ANSWER], "usage": {"completion_tokens": 7}}).replace("7", "1e999"),
+    "negative_count": json.dumps({"choices": [ANSWER], "usage": {"prompt_tokens": -5}}),
+    "usage_is_a_list": json.dumps({"choices": [ANSWER], "usage": [1]}),
+    "half_a_surrogate": json.dumps({"choices": [{"text": "\ud800 hi", "finish_reason": "stop"}]}),
+    "no_text": json.dumps({"choices": [{"text": None, "finish_reason": "stop"}]}),
+    "reason_is_a_list": json.dumps({"choices": [{**ANSWER, "finish_reason": [1]}]}),
+    "more_than_asked": json.dumps({"choices": [{**ANSWER, "token_ids": [300] * 202, "finish_reason": "length"}]}),
+    "counts_more_than_asked": json.dumps({"choices": [ANSWER], "usage": {"completion_tokens": 400}}),
+}
+ODD_MESSAGES: dict[str, Any] = {
+    "text": "hello", "content_of_parts": {"content": [{"text": "a"}]}, "half_a_surrogate": {"content": "\ud800"},
+    "calls_of_text": {"content": "a", "tool_calls": ["x"]}, "arguments_are_an_object": {
+        "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
+    "half_a_name": {"content": "", "tool_calls": [{"function": {"name": "\udc00", "arguments": "{}"}}]},
+}  # fmt: skip
+
+
+@pytest.fixture
+def two_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two failures make a row at fault."""
+    monkeypatch.setattr(endpoints, "OWN_FAULTS", 2)
+
+
+def said_to(prompts: list[Any], replies: list[tuple[int, str]]) -> Callable[[str, dict[str, Any]], web.Response | None]:
+    """Status and body for the prompts, or messages, in their order; the target's own answers for others."""
+
+    def answer(path: str, body: dict[str, Any]) -> web.Response | None:
+        asked = body.get("prompt") or body["messages"]
+        if asked not in prompts:
+            return None
+        status, text = replies[prompts.index(asked)]
+        return web.Response(text=text, status=status, content_type="application/json")
+
+    return answer
+
+
+def test_garbage_is_asked_for_again_and_then_that_row_is_given_up(
+    server: FakeServer, start: Start, tiny: Path, two_faults: None
+) -> None:
+    engine = start(server.url)
+    requests = rows(tiny, len(GARBAGE) + 3)
+    prompts = [r.prompt_ids for r in requests[3:]]
+    server.override = said_to(prompts, [(200, text) for text in GARBAGE.values()])
+    done = run(engine, requests)
+    check_all(tiny, requests[:3], done[:3])
+    words = {"more_than_asked": "202 tokens came back and 200 were", "counts_more_than_asked": "400 tokens came back"}
+    for name, prompt, fault in zip(GARBAGE, prompts, done[3:], strict=True):
+        assert isinstance(fault, RowError) and fault.reason == "endpoint_fails", (name, fault)
+        assert words.get(name, "what came back is no") in fault.detail, name
+        assert sum(b["prompt"] == prompt for b in server.bodies) >= 2, name
+
+
+def test_a_message_of_another_form_is_garbage_too(
+    server: FakeServer, start: Start, tiny: Path, two_faults: None
+) -> None:
+    engine = start(server.url, api="chat")
+    requests = rows(tiny, len(ODD_MESSAGES) + 3)
+    replies = [json.dumps({"choices": [{"message": m, "finish_reason": "stop"}]}) for m in ODD_MESSAGES.values()]
+    server.override = said_to([r.messages for r in requests[3:]], [(200, text) for text in replies])
+    done = run(engine, requests)
+    check_all(tiny, requests[:3], done[:3])
+    faults = {name: getattr(fault, "reason", fault) for name, fault in zip(ODD_MESSAGES, done[3:], strict=True)}
+    assert faults == dict.fromkeys(ODD_MESSAGES, "endpoint_fails")
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a": "\\ud800"}'])
+def test_arguments_that_are_no_json_reject_the_row(tiny: Path, arguments: str) -> None:
+    tokens, request = chat_tokens(tiny, TOOLS, QUESTION)
+    calls = [{"id": "1", "type": "function", "function": {"name": "count", "arguments": arguments}}]
+    with pytest.raises(RowError, match=r"tokens_unknown: the arguments .* no JSON"):
+        tokens.answer(chat_reply({"content": None, "tool_calls": calls}, "tool_calls"), request)
+
+
+def test_garbage_of_a_refusal_is_a_sentence_that_can_be_stored(
+    server: FakeServer, start: Start, tiny: Path, two_faults: None
+) -> None:
+    engine = start(server.url)
+    texts = ["[" * 200_000, '{"error": {"message": "\\ud800 boom"}}', '{"error": {"message": 5}}', "[5]"]
+    replies = [(status, text) for status in (400, 500) for text in texts]
+    requests = rows(tiny, len(replies) + 3)
+    server.override = said_to([r.prompt_ids for r in requests[3:]], replies)
+    done = run(engine, requests)
+    check_all(tiny, requests[:3], done[:3])
+    for (status, _), fault in zip(replies, done[3:], strict=True):
+        assert isinstance(fault, RowError)
+        assert fault.reason == ("bad_request" if status == 400 else "endpoint_fails")
+        assert fault.detail.encode() and len(fault.detail) < 400
+
+
+def test_a_list_of_models_that_is_garbage_stops_by_name(server: FakeServer, start: Start) -> None:
+    server.models_text = "[" * 200_000
+    with pytest.raises(UserError, match=r"no server of .* has answered for 1 s .*is no JSON"):
+        start(server.url, patience_s=1.0)
+
+
+def test_an_address_without_this_api_stops_at_once(server: FakeServer, start: Start) -> None:
+    server.override = lambda path, body: error_response(404, "Not Found")
+    with pytest.raises(UserError, match=r"/v1/completions answers no request .404: Not Found.; give base URLs"):
+        start(server.url, patience_s=600.0)
+
+
+def test_a_404_of_a_server_that_has_answered_is_waited_out(server: FakeServer, start: Start, tiny: Path) -> None:
+    """A gateway that has lost its backend for a moment."""
+    engine = start(server.url)
+    faults = iter(range(5))
+    server.override = lambda path, body: error_response(404, "gone") if next(faults, None) is not None else None
+    requests = rows(tiny, 3)
+    check_all(tiny, requests, run(engine, requests))
 
 
 # A server of something else is noticed before the first row.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from app.checkpoint import check_checkpoint, format_differences, write_checkpoint
@@ -288,6 +289,23 @@ def test_a_broken_checkpoint_is_flagged_for_its_reason_alone(
     for difference, (what, words) in zip(differences, expected, strict=True):
         assert words in difference.expected, difference
         assert what in format_differences(differences, width=400) and difference.fix
+
+
+def test_f71_every_tensor_under_another_name_is_named(
+    tiny_draft: Path, tiny_target: TargetInfo, tiny_embed: Tensor
+) -> None:
+    """By the names that vLLM's and SGLang's classes look for; that vLLM loads these is tested with vLLM itself."""
+    whole = load_file(tiny_draft / "model.safetensors")
+    needed = [name for name in whole if name not in ("t2d", "embed_tokens.weight")]
+    assert len(needed) == 14
+    for name in needed:
+        for other in (f"draft_model.{name}", name.replace("midlayer.", "layer."), f"{name}_"):
+            if other == name:
+                continue
+            save_file({other if n == name else n: t for n, t in whole.items()}, tiny_draft / "model.safetensors")
+            found = {d.what: d for d in errors_of(check_checkpoint(tiny_draft, tiny_target, tiny_embed))}
+            assert f"tensor {name}" in found or f"tensor {other}" in found, (name, other, found)
+            assert all(d.fix for d in found.values())
 
 
 # Whom a fault concerns, how much, and what its row must say.

@@ -17,7 +17,6 @@ from app.checkpoint import DraftConfig, check_checkpoint, read_checkpoint
 from app.errors import UserError
 from app.lint.command import lint
 from app.pipeline import StageContext, run_stage
-from app.pipelines import export
 from app.pipelines.vocab import VocabMap, load_vocab
 from app.target import load_target_head
 from app.train.loop import draft_config as loop_config
@@ -195,15 +194,3 @@ def test_weights_that_are_not_finite_are_not_exported(tiny: Path, tmp_path: Path
     with pytest.raises(UserError, match=r"norm\.weight.*1 not finite"):
         run_stage(stage("export"), ctx)
     assert not (tmp_path / "run" / "export" / "draft").exists()
-
-
-def test_export_to_another_store_goes_through_a_local_folder(tiny: Path, tmp_path: Path) -> None:
-    """The same files whether the run folder is local or not."""
-    from app.storage import Store
-
-    store = Store("memory://export-test/run")
-    with export._local_folder(store, "export/draft") as folder:
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        (folder / "README.md").write_text("x")
-    assert store.files("export/draft") == ["README.md", "config.json"] and not folder.exists()

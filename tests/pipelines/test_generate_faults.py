@@ -24,10 +24,11 @@ import torch
 from app.captured import load_entries
 from app.config import Config
 from app.engine import warden
+from app.engine.board import Board, Member, UnderWay
 from app.engine.crash_search import ATTEMPTS, AttemptRecord, Gate
 from app.engine.part_worker import PartWorker
 from app.engine.patience import persistently
-from app.engine.progress import REPORT_S, Board, RowCounter, Ticker, UnderWay
+from app.engine.progress import REPORT_S, RowCounter, Ticker
 from app.engine.spot_check import in_checking_order, states_differ
 from app.errors import UserError
 from app.parts import PARTS, read_entry
@@ -372,12 +373,12 @@ def test_f36_f37_lines_tell_of_rows_while_no_part_ends(
     with ticker:
         wait_until(lambda: any("none has ended for" in m for m in caplog.messages), 30)
     assert caplog.messages[0].startswith("generate: 1/4 parts, 10/40 rows; no row has begun yet, engines start")
-    assert caplog.messages[1].startswith("generate: 1/4 parts, 15/40 rows, 50 answer tokens, 25 tokens/s, 10 s left")
+    assert caplog.messages[1].startswith("generate: 1/4 parts, 15/40 rows, 50 answer tokens, 25 tokens/s, 10.0 s left")
     assert caplog.messages[-1].endswith("the longest is abc (70 s)")
 
 
 def test_f37_the_counter_of_rows_forgets_what_the_driver_counts() -> None:
-    counter = RowCounter(None)
+    counter = RowCounter()
     for row in ("a", "b", "c"):
         counter.started(row)
     counter.finished(7, "a", 12)
@@ -388,16 +389,16 @@ def test_f37_the_counter_of_rows_forgets_what_the_driver_counts() -> None:
     counter.settled(7)
     assert counter.now().finished == 0
     board = Board()
-    board.report("one", UnderWay(1, 2, 3, (4.0, "x")))
-    board.report("two", UnderWay(1, 2, 3, (5.0, "y")))
-    board.report("two", UnderWay(2, 4, 6, (6.0, "y")))
+    board.report(Member("one", 1, under_way=UnderWay(1, 2, 3, (4.0, "x"))))
+    board.report(Member("two", 1, under_way=UnderWay(1, 2, 3, (5.0, "y"))))
+    board.report(Member("two", 1, under_way=UnderWay(2, 4, 6, (6.0, "y"))))
     assert board.read() == UnderWay(3, 6, 9, (6.0, "y"))
 
 
 def test_f37_a_silent_engine_no_longer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board()
-    board.report("dead", UnderWay(9, 9, 9, (9.0, "x")))
-    monkeypatch.setattr("app.engine.progress.FORGET_S", -1.0)
+    board.report(Member("dead", 1, under_way=UnderWay(9, 9, 9, (9.0, "x"))))
+    monkeypatch.setattr("app.engine.board.FORGET_S", -1.0)
     assert board.read() == UnderWay()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from app import cli
 from app.report.compare import RULE, compare_page, compare_runs, compare_text
 from app.report.metrics import Metric, metrics_of
 from app.report.speed import length_interval, position_intervals, wilson
+from app.runfolder import RunFolder
 from app.train.evaluate import Tally, summarise
 from tests.report.made import BENCH, EVALUATE, VOCAB, change, copy_of, put
 
@@ -95,6 +97,36 @@ def test_a_served_length_without_an_interval_has_the_tolerance_of_a_speed() -> N
     assert length(2.19).low is None
     assert length(2.10).change_from(length(2.19)) == "" and length(2.05).change_from(length(2.19)) == "worse"
     assert "acceptance" in RULE
+
+
+@pytest.mark.parametrize(
+    ("length", "interval", "worse"),
+    [
+        (1.02, [1.0, 1.04], True),  # as engines did that lost the draft's states
+        (1.04, None, True),
+        (0.94 * 2.19, [0.94 * 2.19 - 0.01, 0.94 * 2.19 + 0.01], True),
+        (0.94 * 2.19, None, True),
+        (0.97 * 2.19, None, False),
+    ],
+)
+def test_f77_a_drop_after_an_engine_upgrade_is_flagged_with_both_versions(
+    finished: Path, tmp_path: Path, length: float, interval: list[float] | None, worse: bool
+) -> None:
+    """Twenty prompts in two versions of vLLM: more than 5 % less is a regression, where chance does not explain it."""
+    ends = {"prompts": 20, "interval_per_position": None, "gauges": {}, "drafts": 0, "acceptance_per_position": []}
+    before = other(finished, tmp_path / "a", **ends, interval=interval and [2.18, 2.20])
+    after = other(finished, tmp_path / "b", **ends, interval=interval, acceptance_length=length)
+    for url in (before, after) if interval is None else ():
+        RunFolder(url).store.delete("evaluate")  # whose interval would stand for it
+    run = RunFolder(after)
+    manifest = run.manifest("bench")
+    assert manifest is not None
+    run.write_manifest(replace(manifest, versions={**manifest.versions, "vllm": "0.34"}))
+    compared = compare_runs([before, after])
+    assert ("version of vllm", ["0.33", "0.34"]) in compared.differences
+    lengths = [x for x in compared.regressions if "acceptance length" in x]
+    assert bool(lengths) == worse, compare_text(compared)
+    assert any("version of vllm" in line and "0.34" in line for line in compare_text(compared))
 
 
 def test_sampled_outputs_that_differ_are_no_number(finished: Path, tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from app import clean, cli
+from app.doctor.command import examine
 from app.parts import PARTS, PartEntry, read_entry
 from app.pipelines import report
 from app.report.data import STAGES, loss_curve, report_data
 from app.report.page import render
+from app.report.publish import publish
 from app.report.samples import survey
 from app.report.verdict import verdict
 from app.runfolder import RunFolder
@@ -68,6 +70,38 @@ def test_its_numbers_are_those_of_the_files(finished: Path, tmp_path: Path) -> N
     assert sum(data["lengths"]["answer"]["counts"]) == 6
     assert data["planned"]["rows"][-2] == {"what": "train", "unit": "s", "planned": 5.0, "actual": 7.0}
     assert data["stages"]["bench"]["git_revision"] == "abc"
+
+
+def test_f75_the_formula_stands_beside_the_number(finished: Path, tmp_path: Path) -> None:
+    page, _, _ = made(finished, tmp_path)
+    assert "Acceptance length = 1 + accepted / drafts = 1 + 119 / 100 in\nvLLM's counters" in page
+
+
+def test_f74_another_form_of_the_target_is_said_at_the_top(finished: Path, tmp_path: Path) -> None:
+    words = "the bench serves another form of the target (quantization fp8) than was captured (quantization none)"
+    ctx, run = copy_of(finished, tmp_path / "run")
+    change(run, "bench", other_form=words)
+    report.run(ctx)
+    page = run.store.read_bytes(report.PAGE).decode()
+    assert page.index('class="verdict"') < page.index(f"Here {words}.") < page.index('class="cards"')
+    publish(run.url, str(tmp_path / "out"))
+    assert f"Here {words}." in (tmp_path / "out/README.md").read_text().split("## Serve it")[0]
+    assert "another form" not in made(finished, tmp_path / "as it was")[0]
+
+
+def test_f79_a_small_volume_is_noted_beside_what_was_used(finished: Path, tmp_path: Path) -> None:
+    """As a line of the doctor's that passed: a note, no error."""
+    ctx, run = copy_of(finished, tmp_path / "run")
+    generate, train = run.manifest("generate"), run.manifest("train")
+    assert generate is not None and train is not None
+    examine(ctx)
+    (line,) = [x for x in run.store.read_json("doctor.json")["lines"] if x["id"] == "E1"]
+    assert line["state"] == "passed" and line["next_step"].startswith("far below the usual volume of 50,000 samples")
+    report.run(ctx)
+    page = run.store.read_bytes(report.PAGE).decode()
+    used = (f"{generate.counts['samples']} samples", f"{generate.counts['tokens']['answer']} answer tokens", "2 epochs",
+            "100 % of the samples looked at answered by the target itself")  # fmt: skip
+    assert ", ".join(used) in page and "Next: far below the usual volume" in page
 
 
 def test_it_is_self_contained_and_escaped(finished: Path, tmp_path: Path) -> None:

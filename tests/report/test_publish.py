@@ -15,6 +15,8 @@ from app import cli
 from app.checkpoint import read_checkpoint
 from app.errors import UserError
 from app.report.publish import publish
+from app.runfolder import RunFolder
+from app.storage import Store
 from tests.drafts import edit_tensors
 from tests.report.made import EVALUATE, change, copy_of
 
@@ -50,6 +52,26 @@ def test_the_folder_holds_what_is_uploaded(finished: Path, tmp_path: Path) -> No
     assert told["results"]["bench"]["acceptance_length"] == 2.19 and told["stages"]["bench"]["digest"]
     assert len(lines) == 2 and "hf upload" in lines[-1]
     assert publish(str(finished), str(out), "mit", "org/x")  # again, over its own
+
+
+def test_a_run_on_s3_is_published_alike_and_leaves_no_copy(
+    finished: Path, tmp_path: Path, s3: str, temporary: Path
+) -> None:
+    far = Store(f"{s3}/demo")
+    far.fs.put(str(finished), far.root, recursive=True)
+    for run, name in ((str(finished), "here"), (far.url, "there")):
+        publish(run, str(tmp_path / name / "my-draft"), "mit", "org/Target-1B")
+    files = [{p.name: p.read_bytes() for p in (tmp_path / name / "my-draft").iterdir()} for name in ("here", "there")]
+    assert files[0].keys() == files[1].keys() and len(files[0]) == 5
+    assert [name for name in files[0] if files[0][name] != files[1][name]] == []
+    assert not any(b"s3://" in text for text in files[1].values())
+    assert [p.name for p in temporary.iterdir() if p.name != "draftmill-cache"] == []
+
+    RunFolder(far.url).store.delete("export/draft/model.safetensors")
+    with pytest.raises(UserError, match=r"^s3://runs/demo/export/draft holds no"):
+        publish(far.url, str(tmp_path / "broken"))
+    assert [p.name for p in temporary.iterdir() if p.name != "draftmill-cache"] == []
+    assert not (tmp_path / "broken").exists()
 
 
 def test_nothing_private_and_no_place_of_this_machine_is_told(finished: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A hub for tests: datasets served over HTTP, as much of the hub's API as huggingface_hub asks when it reads one."""
+"""A hub for tests: datasets and models over HTTP, as much of the hub's API as huggingface_hub asks when it reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def commit(name: str) -> str:
 
 @dataclass
 class Repo:
-    """One dataset: reference -> commit, commit -> path -> bytes."""
+    """One dataset or model: reference -> commit, commit -> path -> bytes."""
 
     refs: dict[str, str]
     files: dict[str, dict[str, bytes]]
@@ -36,7 +36,7 @@ class Repo:
 class Hub:
     """What is served, and what was asked: "METHOD path" each."""
 
-    repos: dict[str, Repo]
+    repos: dict[str, Repo]  # by the id of a dataset, or "models/" and the id of a model
     url: str = ""
     asked: list[str] = field(default_factory=list)
 
@@ -86,10 +86,12 @@ class _Handler(BaseHTTPRequestHandler):
         pieces = [unquote(p) for p in url.path.strip("/").split("/")]
         api = pieces[0] == "api"
         pieces = pieces[1:] if api else pieces
-        if pieces[0] != "datasets" or len(pieces) < 3:
+        if not api and pieces[0] != "datasets":
+            pieces = ["models", *pieces]  # a model's files have no such prefix
+        if pieces[0] not in ("datasets", "models") or len(pieces) < 3:
             return self._send(404, b"{}")
         name, rest = "/".join(pieces[1:3]), pieces[3:]
-        repo = self.served.repos.get(name)
+        repo = self.served.repos.get(name if pieces[0] == "datasets" else f"models/{name}")
         if repo is None:
             return self._send(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
         if repo.moved_to is not None:

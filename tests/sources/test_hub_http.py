@@ -50,6 +50,7 @@ def hub_of_all() -> dict[str, Repo]:
     return {
         "o/converted": repo(own, conversion),
         "o/own": repo(own),
+        "o/parts": repo({f"data/{s}-00000.jsonl": jsonl(ROWS[:n]) for s, n in (("train_sft", 4), ("train_gen", 6))}),
         "o/old": repo({}, moved_to="new/name"),
         "new/name": repo(own),
         "o/gated-page": repo(own, status=401, code="GatedRepo"),
@@ -73,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     "conversion": {"dataset": "o/converted"},
     "split of the conversion": {"dataset": "o/converted", "split": "test"},
     "own": {"dataset": "o/own"},
+    "split of two words": {"dataset": "o/parts", "split": "train_sft"},
     "tag": {"dataset": "o/converted", "revision": "v1"},
     "commit": {"dataset": "o/own", "revision": commit("own")},
     "renamed": {"dataset": "o/old"},
@@ -111,6 +113,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[st
         ("conversion", ROWS, "0000.parquet#1"),
         ("split of the conversion", ROWS[:3], "0000.parquet#1"),
         ("own", ROWS[:5], "train.jsonl:1"),
+        ("split of two words", ROWS[:4], "train_sft-00000.jsonl:1"),
         ("tag", ROWS[:2], "data.jsonl:1"),
         ("commit", ROWS[:5], "train.jsonl:1"),
         ("renamed", ROWS[:5], "train.jsonl:1"),

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from app.errors import UserError
+from app.rope import draft_rope
 from app.train.alignment import pack
 from app.train.draft import Eagle3Draft, inverse_frequencies
 from app.train.loss import Teacher, UnrolledLoss
@@ -104,6 +105,43 @@ def test_rotary_tables_are_those_of_transformers(scaling: dict[str, Any] | None)
     torch.testing.assert_close(mine[1][:, 0], sin[0, :, :8])
 
 
+LLAMA3: dict[str, Any] = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+TARGETS: list[list[dict[str, Any]]] = [  # one target each, in the layouts of its config
+    [
+        {"rope_theta": 1e6},
+        {"rope_theta": 1e6, "rope_scaling": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ],
+    [
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_theta": 1e6, "rope_scaling": {"type": "llama3", **LLAMA3}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6, **LLAMA3}},
+    ],
+]
+
+
+@pytest.mark.parametrize("layouts", TARGETS, ids=["plain", "llama3"])
+def test_every_layout_of_the_target_gives_the_frequencies_that_a_reader_of_our_export_has(
+    layouts: list[dict[str, Any]],
+) -> None:
+    """F67: trainer and loader agree, wherever the target's config keeps its base and scaling."""
+    found = []
+    for layout in layouts:
+        rope = draft_rope({**layout, "max_position_embeddings": 512})
+        config = debug_config(rope_theta=rope.theta, rope_scaling=rope.scaling)
+        trained = Eagle3Draft(config).inv_freq
+        loaded = LlamaRotaryEmbedding(LlamaConfig(**config.to_hf_config())).inv_freq
+        assert torch.equal(trained, loaded)
+        found.append(trained)
+    assert all(torch.equal(f, found[0]) for f in found)
+    assert not torch.equal(found[0], inverse_frequencies(debug_config(rope_theta=1e4))[0])
+
+
 def test_scaling_that_depends_on_the_length_is_refused() -> None:
     with pytest.raises(UserError, match="dynamic"):
         inverse_frequencies(debug_config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}))
@@ -131,6 +169,16 @@ def test_the_teacher_is_the_target_head_over_the_kept_rows() -> None:
     torch.testing.assert_close(teacher.logits(s_n), head.logits(s_n, ids))
     top = head.logits(s_n).argmax(-1)
     assert teacher.keep(s_n).tolist() == [int(t) in ids.tolist() for t in top]
+
+
+def test_only_the_kept_rows_of_the_targets_head_go_to_the_trainers_device() -> None:
+    """The whole head [V, Ht] stays where it was read, unless an objective needs the mass outside."""
+    head, ids = debug_head(), kept_ids(debug_config())
+    teacher = Teacher(head, ids, torch.bfloat16, "meta")
+    held = [t for t in vars(teacher).values() if isinstance(t, torch.Tensor)]
+    assert teacher.rows.shape == (len(ids), 32) and teacher.rows.is_meta
+    assert sum(t.numel() for t in held) == len(ids) * 32 + len(ids) + 32  # rows, ids, gain
+    assert not head.lm_head.is_meta
 
 
 def test_memory_kept_for_backward_grows_with_the_rows_not_their_square() -> None:

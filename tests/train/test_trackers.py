@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from app.errors import UserError
+from app.metrics import METRICS
 from app.storage import Store
 from app.train import progress
 from app.train.progress import Waits, Window
-from app.train.trackers import GAUGES, RayMetrics, flat_numbers, open_trackers, require_trackers
+from app.train.trackers import RayMetrics, flat_numbers, open_trackers, require_trackers
 from app.train.trainer import Trainer
 from tests.train.test_trainer import make_job
 
@@ -214,13 +215,13 @@ def test_rays_gauges_carry_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     class Gauge:
         def __init__(self, name: str, description: str = "", tag_keys: tuple[str, ...] = ()) -> None:
-            assert description and tag_keys == ("run",)
+            assert description and tag_keys == ("run", "stage", "source")
             self.name = name
 
         def set_default_tags(self, tags: dict[str, str]) -> None:
-            assert tags == {"run": "demo"}
+            assert tags == {"run": "demo", "stage": "train", "source": "worker 0"}
 
-        def set(self, value: float) -> None:
+        def set(self, value: float, tags: None) -> None:
             values[self.name] = value
 
     module: Any = ModuleType("ray.util.metrics")
@@ -228,7 +229,7 @@ def test_rays_gauges_carry_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "ray.util.metrics", module)
     trainer = Trainer(replace(make_job(tmp_path), trackers=lambda step: [RayMetrics("s3://runs/demo/")]))
     summary = trainer.run()
-    assert set(values) == {name for name, _ in GAUGES.values()}
+    assert set(values) == {metric.name for metric in METRICS.values() if metric.name.startswith("draftmill_train_")}
     assert values["draftmill_train_step"] == 30
     assert values["draftmill_train_acceptance_length"] == summary["validation"][-1]["acceptance_length"]
 

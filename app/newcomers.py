@@ -1,0 +1,99 @@
+"""Nodes that join and leave while generate runs: told of, and looked at as those that were there at the start."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from app.errors import UserError, first_line
+from app.nodes import Room, look_at_cluster
+from app.preflight import Demand, check_nodes, differing, holds
+from app.storage import Store
+
+log = logging.getLogger("draftmill")
+_EVERY_S = 5.0
+
+
+class Newcomers:
+    """Looks every few seconds while its block runs. Ray Data itself starts engines where there is room.
+
+    Args:
+        rooms: the nodes at the start.
+        demand: of an engine.
+        store: the run folder.
+        target: folder of the target on the driver's node.
+    """
+
+    def __init__(self, rooms: list[Room], demand: Demand, store: Store, target: str) -> None:
+        self._rooms, self._demand, self._store, self._target = rooms, demand, store, target
+        self._known: dict[str, str] | None = None  # nodes that live, by id: their host
+        self._draining: set[str] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="draftmill-nodes", daemon=True)
+
+    def __enter__(self) -> Newcomers:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=15)
+
+    def _watch(self) -> None:
+        import ray
+
+        while True:
+            try:
+                self.look([n for n in ray.nodes() if n.get("Alive")], _draining())
+            except Exception as error:  # a look that fails must not end the run, nor the looks after it
+                log.warning("generate: the nodes cannot be looked at (%s)", first_line(error))
+            if self._stop.wait(_EVERY_S):
+                return
+
+    def look(self, nodes: list[dict[str, Any]], draining: set[str]) -> None:
+        """Tell what has changed.
+
+        Args:
+            nodes: those of `ray.nodes()` that live.
+            draining: ids of those that are told to go.
+        """
+        living = {n["NodeID"]: str(n["NodeManagerHostname"]) for n in nodes}
+        before, self._known = self._known, living
+        if before is None:
+            return
+        for node in before.keys() - living.keys():
+            log.warning("generate: node %s left; its parts in flight are made again by other engines", before[node])
+        for node in (draining & living.keys()) - self._draining:
+            log.warning("generate: node %s is told to go; it gets no further parts", living[node])
+        self._draining = draining
+        joined = [n for n in nodes if n["NodeID"] not in before]
+        if joined:
+            self._greet(joined)
+
+    def _greet(self, nodes: list[dict[str, Any]]) -> None:
+        rooms = look_at_cluster(self._store.root if self._store.is_local else None, self._target, nodes)
+        for room in rooms:
+            can = "an engine may come to it" if holds(room, self._demand) else "it holds no engine"
+            if self._demand.gpus > room.gpus:
+                can = f"an engine takes {self._demand.gpus}, so none comes to it"
+            log.info("generate: node %s joined with %d GPUs and %g CPUs: %s", room.host, room.gpus, room.cpus, can)
+            for sentence in self._short(room):
+                log.warning("generate: %s", sentence)
+
+    def _short(self, room: Room) -> list[str]:
+        if not holds(room, self._demand):
+            return []
+        others = [r for r in self._rooms if holds(r, self._demand)]
+        engines = max(1, room.gpus // max(1, self._demand.gpus))
+        try:
+            found = check_nodes([room], self._demand, engines, self._store.url)
+        except UserError as error:
+            return [str(error)]
+        return [*found, *differing([*others[:1], room])]
+
+
+def _draining() -> set[str]:
+    from ray._private.state import state
+
+    return set(state.get_draining_nodes())
