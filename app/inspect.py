@@ -47,7 +47,7 @@ def inspect_lines(
     folder = RunFolder(config.run_dir, config.storage.options)
     entries = _entries(folder)
     t = config.target
-    target = inspect_target(t.model, t.revision, t.trust_remote_code, t.chat_template)
+    target = inspect_target(t.model, t.revision, t.trust_remote_code, t.chat_template, weights=False)
     tokenizer = load_tokenizer(target.model, config.target.trust_remote_code, config.target.chat_template)
     judge = Judge(tokenizer, target.eos_token_ids, config.quality)
     shown = 0

@@ -1,4 +1,7 @@
-"""Nodes that join and leave while generate runs: told of, and looked at as those that were there at the start."""
+"""Nodes that join and leave while generate runs: told of, and looked at as those that were there at the start.
+
+Ray Data itself starts engines on nodes that join and gives the parts of lost ones to others.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ _EVERY_S = 5.0
 
 
 class Newcomers:
-    """Looks every few seconds while its block runs. Ray Data itself starts engines where there is room.
+    """Looks every few seconds while its block runs. Of a node that lacks what an engine surely needs it holds the GPUs,
+    so that no engine comes to it and ends a run that goes well without.
 
     Args:
         rooms: the nodes at the start.
@@ -29,6 +33,7 @@ class Newcomers:
         self._rooms, self._demand, self._store, self._target = rooms, demand, store, target
         self._known: dict[str, str] | None = None  # nodes that live, by id: their host
         self._draining: set[str] = set()
+        self._held: list[Any] = []  # actors that hold the GPUs of unfit nodes
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="draftmill-nodes", daemon=True)
 
@@ -37,17 +42,23 @@ class Newcomers:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        import ray
+
         self._stop.set()
         self._thread.join(timeout=15)
+        while self._held:
+            ray.kill(self._held.pop())
 
     def _watch(self) -> None:
         import ray
 
+        told = None
         while True:
             try:
                 self.look([n for n in ray.nodes() if n.get("Alive")], _draining())
             except Exception as error:  # a look that fails must not end the run, nor the looks after it
-                log.warning("generate: the nodes cannot be looked at (%s)", first_line(error))
+                if told != (told := first_line(error)):
+                    log.warning("generate: the nodes cannot be looked at (%s)", told)
             if self._stop.wait(_EVERY_S):
                 return
 
@@ -74,23 +85,34 @@ class Newcomers:
     def _greet(self, nodes: list[dict[str, Any]]) -> None:
         rooms = look_at_cluster(self._store.root if self._store.is_local else None, self._target, nodes)
         for room in rooms:
-            can = "an engine may come to it" if holds(room, self._demand) else "it holds no engine"
-            if self._demand.gpus > room.gpus:
-                can = f"an engine takes {self._demand.gpus}, so none comes to it"
-            log.info("generate: node %s joined with %d GPUs and %g CPUs: %s", room.host, room.gpus, room.cpus, can)
-            for sentence in self._short(room):
+            log.info("generate: node %s joined with %d GPUs and %g CPUs", room.host, room.gpus, room.cpus)
+            for sentence in self._said_of(room):
                 log.warning("generate: %s", sentence)
 
-    def _short(self, room: Room) -> list[str]:
+    def _said_of(self, room: Room) -> list[str]:
         if not holds(room, self._demand):
-            return []
+            return [f"node {room.host} has not what an engine asks for, and gets none"]
         others = [r for r in self._rooms if holds(r, self._demand)]
         engines = max(1, room.gpus // max(1, self._demand.gpus))
         try:
             found = check_nodes([room], self._demand, engines, self._store.url)
         except UserError as error:
-            return [str(error)]
+            self._hold(room)
+            return [f"node {room.host} gets no engine, and its GPUs are held until generate ends: {error}"]
         return [*found, *differing([*others[:1], room])]
+
+    def _hold(self, room: Room) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if self._demand.gpus:
+            there = NodeAffinitySchedulingStrategy(room.node, soft=False)
+            actor = ray.remote(_Holder).options(num_gpus=room.gpus, num_cpus=0, scheduling_strategy=there)
+            self._held.append(actor.remote())
+
+
+class _Holder:
+    """An actor that does nothing."""
 
 
 def _draining() -> set[str]:

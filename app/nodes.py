@@ -51,6 +51,7 @@ class Room:
     driver: str | None = None  # version of NVIDIA's; None: there is none
     packages: dict[str, str] = field(default_factory=dict)  # versions of those that must be the same everywhere
     target_there: bool = True  # whether the node has the target's folder
+    node: str = ""  # Ray's id of it
 
 
 def look_at(host: str, ray_temp: str, run_dir: str | None, target: str | None = None) -> Room:
@@ -118,7 +119,9 @@ def _ray_temp(node: dict[str, Any]) -> str:
 def _with_resources(room: Room, node: dict[str, Any]) -> Room:
     has = node["Resources"]
     store, gpus, cpus = (has.get(name, 0) for name in ("object_store_memory", "GPU", "CPU"))
-    return replace(room, object_store=int(store), gpus=int(gpus), cpus=float(cpus), resources=dict(has))
+    return replace(
+        room, object_store=int(store), gpus=int(gpus), cpus=float(cpus), resources=dict(has), node=node["NodeID"]
+    )
 
 
 def _driver() -> str | None:

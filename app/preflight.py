@@ -93,7 +93,8 @@ def check_nodes(rooms: list[Room], demand: Demand, engines: int, run_dir: str) -
 
 
 def holds(room: Room, demand: Demand) -> bool:
-    """Whether an engine may come to a node: it has GPUs, or CPUs for an engine on CPUs, and what else is asked for."""
+    """Whether an engine may come to a node: it has GPUs, or CPUs for an engine on CPUs, and what else is asked for.
+    GPUs may be fewer than an engine takes, where it spans nodes."""
     own = all(room.resources.get(name, 0.0) >= amount for name, amount in demand.resources.items())
     return own and (room.gpus if demand.gpus else room.cpus) > 0
 

@@ -75,7 +75,7 @@ def preview(config: Config, rows: int, name: str | None = None, show_private: bo
     if name is not None and name not in labels:
         raise UserError(f"there is no source {name!r}; the sources are {', '.join(labels)}")
     t = config.target
-    target = inspect_target(t.model, t.revision, t.trust_remote_code, t.chat_template)
+    target = inspect_target(t.model, t.revision, t.trust_remote_code, t.chat_template, weights=False)
     check_settings(config, target)
     looker = _Looker(config, RowWorker(RowSettings.of(config, target)), show_private)
     views = []

@@ -6,6 +6,7 @@ s_k the residual stream after k layers (s_0 the embeddings, s_n before the final
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,7 @@ from app.errors import RowError, UserError, first_line
 from app.families import draft_shape, logit_scale, norm_eps, norm_is_plus_one, whole
 
 _PIECES, _PIECE = 256, 1 << 16  # bytes
+_WEIGHTS = ".safetensors"
 _TEMPLATE_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
 _REMOTE_TOKENIZER_FILES = ("*.tiktoken", "tiktoken.model", "tokenization_*.py")
 _EMBEDDING = ("embed_tokens.weight", "backbone.embeddings.weight")
@@ -140,8 +142,9 @@ class TargetFiles:
         return tensor
 
 
-def resolve_model(name: str, revision: str | None = None) -> Path:
-    """Local folder of target `name`: a path, the packaged `smollm2-135m`, or a hub id (downloaded once).
+def resolve_model(name: str, revision: str | None = None, weights: bool = True) -> Path:
+    """Local folder of target `name`: a path, the packaged `smollm2-135m`, or a hub id (downloaded once, without
+    `weights` only what is small).
 
     Raises:
         UserError: it is none of these, or the hub cannot be reached.
@@ -162,14 +165,29 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         )
     from huggingface_hub import snapshot_download
 
+    left = ["*.bin", "*.pth", "original/*", *([] if weights else [f"*{_WEIGHTS}"])]
     try:
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=["*.bin", "*.pth", "original/*"]))
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=left))
     except Exception as error:
         raise UserError(
             f"target.model {name} could not be fetched from the hub"
             f" ({first_line(error)});"
             " check the id, your access token, or give a local folder"
         ) from error
+
+
+def weight_bytes(folder: Path, name: str, revision: str | None = None) -> int:
+    """Bytes of a target's weights in its folder; of a hub's target whose weights were left there, what they will take,
+    or 0 where the hub does not say."""
+    here = sum(p.stat().st_size for p in folder.glob(f"*{_WEIGHTS}"))
+    if here or Path(name).expanduser().is_dir():
+        return here
+    from huggingface_hub import HfApi
+
+    with contextlib.suppress(Exception):  # a plan without them is better than none
+        files = HfApi().list_repo_tree(name, revision=revision)
+        return sum(int(f.size) for f in files if f.path.endswith(_WEIGHTS) and hasattr(f, "size"))
+    return 0
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -228,18 +246,19 @@ def _digest_files(paths: list[Path]) -> str:
 
 def weights_digest(folder: Path) -> str:
     """Digest of a target's config and weight files."""
-    return _digest_files([folder / "config.json", *sorted(folder.glob("*.safetensors"))])
+    return _digest_files([folder / "config.json", *sorted(folder.glob(f"*{_WEIGHTS}"))])
 
 
 def inspect_target(
-    name: str, revision: str | None = None, trust_remote_code: bool = False, chat_template: str | None = None
-) -> TargetInfo:
-    """Read a target's shape from its files; loads no weights.
+    name: str, revision: str | None = None, trust_remote_code: bool = False, chat_template: str | None = None,
+    weights: bool = True,
+) -> TargetInfo:  # fmt: skip
+    """Read a target's shape from its files; loads no weights, and fetches none without `weights`.
 
     Raises:
         UserError: the folder is not a usable target.
     """
-    folder = resolve_model(name, revision)
+    folder = resolve_model(name, revision, weights)
     raw = json.loads((folder / "config.json").read_text())
     config = text_config(raw)
     shape = draft_shape(config)
@@ -284,6 +303,7 @@ def inspect_target(
             "norm_plus_one": norm_is_plus_one(config),
             "logit_scale": logit_scale(config),
             "logit_softcap": config.get("final_logit_softcapping"),
+            **({} if weights else {"weight_bytes": weight_bytes(folder, name, revision)}),
         },
     )
 
@@ -300,6 +320,8 @@ def _is_tied(folder: Path, config: dict[str, Any], raw: dict[str, Any]) -> bool:
     for source in (config, raw):
         if source.get("tie_word_embeddings") is not None:
             return bool(source["tie_word_embeddings"])
+    if not any(folder.glob(f"*{_WEIGHTS}*")):  # they were left at the hub
+        return False
     return not any("lm_head." in name for name in TargetFiles(folder).where)
 
 

@@ -102,7 +102,8 @@ def light_actors(actors: int, part_s: float, log: Path) -> Iterator[None]:
     with (
         mock.patch.object(generate, "PartWorker", LightWorker),
         mock.patch.object(generate, "_worker_config", config),
-        mock.patch.object(generate, "_preflight", lambda *others: None),  # these parts have no rows to look at
+        # These parts have no rows to look at.
+        mock.patch.object(generate, "_preflight", lambda *others: contextlib.nullcontext()),
         mock.patch.object(generate, "_engines", lambda ctx, parts: (engines, False)),
     ):
         yield

@@ -19,6 +19,7 @@ class Node:
     """One node. `raylet` is the process that its engines are children of."""
 
     raylet: int
+    name: str  # Ray's id of it
     started: float  # time.time()
 
     def holds(self, pid: int) -> bool:
@@ -51,7 +52,7 @@ class Nodes:
         ]  # fmt: skip
         env = {k: v for k, v in self.env.items() if k != "RAY_ADDRESS"}
         subprocess.run(line, env=env, check=True, capture_output=True, timeout=180)
-        return Node(_raylet_at(port), time.time())
+        return Node(*_raylet_at(port), time.time())
 
 
 @contextmanager
@@ -71,7 +72,8 @@ def parent_of(pid: int) -> int | None:
     return None if state == "Z" else int(parent)
 
 
-def _raylet_at(port: int) -> int:
+def _raylet_at(port: int) -> tuple[int, str]:
+    """Its pid and its node's id."""
     name = f"--node_manager_port={port}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -80,5 +82,6 @@ def _raylet_at(port: int) -> int:
             except OSError:
                 continue
             if words[0].endswith(b"raylet") and name in words:
-                return int(entry.name)
+                [node] = [w.partition(b"=")[2].decode() for w in words if w.startswith(b"--node_id=")]
+                return int(entry.name), node
     raise AssertionError(f"no raylet has port {port}")

@@ -77,7 +77,8 @@ class LightWorker:
 class SimulatedEngine:
     """An engine for PartWorker that takes SIM_PART_S seconds for SIM_ROWS requests, one after the other.
 
-    engine_args: SIM_PART_S, SIM_ROWS, SIM_LOG (a file that gets a line for each stretch of work); SIM_REFUSES: text
+    engine_args: SIM_PART_S, SIM_ROWS, SIM_LOG (a file that gets a line for each stretch of work); SIM_FAST: a file,
+    requests take no time once it is there; SIM_REFUSES: text
     in a conversation that is rejected; SIM_HANGS_ONCE: a file, the engine answers nothing any more from its third
     request on where that file is absent, after making it.
     """
@@ -86,6 +87,7 @@ class SimulatedEngine:
         args = spec.engine_args
         self._seconds, self._path = float(args["SIM_PART_S"]) / int(args["SIM_ROWS"]), str(args["SIM_LOG"])
         self._refused, self._hangs_once = args.get("SIM_REFUSES"), args.get("SIM_HANGS_ONCE")
+        self._fast = Path(args.get("SIM_FAST", "/nonexistent"))
         self._busy = asyncio.Lock()
         self._waiting = self._steps = 0
         Path(self._path).touch()
@@ -104,7 +106,7 @@ class SimulatedEngine:
             async with self._busy:
                 await self._hang_once()
                 begun = time.time()
-                await asyncio.sleep(self._seconds)
+                await asyncio.sleep(0 if self._fast.exists() else self._seconds)
                 _log(self._path, begun)
                 self._waiting, self._steps = self._waiting - 1, self._steps + 1
             if self._refused is not None and self._refused in str(request.messages):

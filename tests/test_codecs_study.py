@@ -18,7 +18,9 @@ from tests.runs import prompts, tiny_config, write_rows
 @pytest.fixture
 def run(tiny: Path, tmp_path: Path) -> Path:
     source = write_rows(tmp_path / "rows.jsonl", prompts(24))
-    ctx = finish_generate(tiny_config(tiny, tmp_path / "run", source, train__validation_share=0.1))
+    ctx = finish_generate(
+        tiny_config(tiny, tmp_path / "run", source, train__validation_share=0.1, capture__codec="bf16")
+    )
     run_stage(stage("vocab"), ctx)
     ctx.run.write_config(ctx.config)
     return tmp_path / "run"

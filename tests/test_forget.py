@@ -52,7 +52,7 @@ def config_of(tiny: Path, folder: Path, **changes: Any) -> Config:
     source = folder / "rows.jsonl"
     if not source.exists():
         write_rows(source, secret_rows())
-    return tiny_config(tiny, folder / "run", source, **changes)
+    return tiny_config(tiny, folder / "run", source, **{"capture__codec": "bf16", **changes})  # compared bit by bit
 
 
 def id_of(ctx: StageContext, text: str = SECRET) -> str:

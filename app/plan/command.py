@@ -55,7 +55,7 @@ def plan_run(
     """
     values = parse_assumptions(assume, (*TOKEN_KEYS, *RATE_KEYS))
     t = config.target
-    target = inspect_target(t.model, t.revision, t.trust_remote_code, t.chat_template)
+    target = inspect_target(t.model, t.revision, t.trust_remote_code, t.chat_template, weights=False)
     if config.generate.engine == "vllm":
         check_model_class(target.architecture, config.generate.engine_args)
     shape, run = shape_of(target, config), RunFolder(config.run_dir, config.storage.options)

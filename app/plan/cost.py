@@ -11,7 +11,7 @@ from typing import Any
 from app.codecs import state_bytes
 from app.config import Config
 from app.plan.tokens import TokenStats
-from app.target import TargetInfo, check_aux_layers, default_aux_layers, text_config
+from app.target import TargetInfo, check_aux_layers, default_aux_layers, text_config, weight_bytes
 from app.train.loop import draft_config
 from app.train.loss import CHUNK_ELEMENTS
 from app.train.trainer import TOKENS_PER_PASS
@@ -65,7 +65,7 @@ def shape_of(target: TargetInfo, config: Config) -> Shape:
     size = min(config.vocab.size or target.vocab_size, target.vocab_size)
     draft = draft_config(target, config.train, [*layers, n], size)
     folder = Path(target.model)
-    weights = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    weights = int(target.extra.get("weight_bytes") or weight_bytes(folder, target.name))
     raw = text_config(json.loads((folder / "config.json").read_text()))
     latent = int(raw.get("kv_lora_rank") or 0)  # multi-head latent attention
     plain = 2 * target.num_key_value_heads * target.head_dim

@@ -426,7 +426,7 @@ def test_a_list_of_models_that_is_garbage_stops_by_name(server: FakeServer, star
 def test_an_address_without_this_api_stops_at_once(server: FakeServer, start: Start) -> None:
     server.override = lambda path, body: error_response(404, "Not Found")
     with pytest.raises(UserError, match=r"/v1/completions answers no request .404: Not Found.; give base URLs"):
-        start(server.url, patience_s=600.0)
+        start(server.url)
 
 
 def test_a_404_of_a_server_that_has_answered_is_waited_out(server: FakeServer, start: Start, tiny: Path) -> None:

@@ -47,6 +47,8 @@ def finish_generate(config: Config, answer: Callable[[str, int], list[int]] = an
             "dtype": "bfloat16",
             "hidden_size": HIDDEN,
             "seconds": 0.0,
+            "codec": config.capture.codec,
+            "compression": config.capture.compression,
         }
         write_part(ctx.run.store, entry, rows, [states_of(r["prompt_ids"] + r["answer_ids"]) for r in rows])
     run_stage(stage("generate"), ctx)

