@@ -41,7 +41,7 @@ def show(page: Path, width: int, dark: bool = False, pdf: bool = False, ask: tup
     """Open a local page in a window `width` pixels wide, and evaluate expressions on it."""
     browser = chromium()
     assert browser is not None
-    with tempfile.TemporaryDirectory(prefix="draftmill-browser-") as home:
+    with tempfile.TemporaryDirectory(prefix="draftmill-browser-", ignore_cleanup_errors=True) as home:
         command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         command += ["--remote-debugging-port=0", f"--user-data-dir={home}", "--no-first-run", "about:blank"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -105,3 +105,11 @@ def start_board() -> Any:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     named = type("generate_board", (Board,), {})
     return ray.remote(named).options(num_cpus=0, scheduling_strategy=here).remote()
+
+
+def end_board(board: Any) -> None:
+    """End the small actor: what Ray Data keeps of a finished dataset holds its handle, and it would stay."""
+    if board is not None:
+        import ray
+
+        ray.kill(board)

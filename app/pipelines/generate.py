@@ -19,7 +19,7 @@ from app.captured import TARGET_TOKENIZER, TARGET_WEIGHTS, part_keys
 from app.cluster import connect
 from app.config import Config
 from app.engine.base import EngineSpec
-from app.engine.board import start_board
+from app.engine.board import end_board, start_board
 from app.engine.crash_search import ATTEMPTS
 from app.engine.factory import endpoint_spec
 from app.engine.model_class import check_model_class
@@ -202,6 +202,7 @@ def _generate_parts(
                 _check_errors(reasons, rows, ctx)
         finally:
             store.delete(ATTEMPTS)
+    end_board(board)
     forget(store, "generate")
     if on_gpu:
         wait_until_free(held)
