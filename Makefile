@@ -22,7 +22,7 @@ lint: setup  ## ruff, its formatter and mypy
 	.venv/bin/mypy
 
 test: lint  ## lint, then every test; PYTEST_ARGS="..." goes to pytest
-	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	tools/test.sh $(PYTEST_ARGS)
 
 lock:  ## resolve the dependencies anew and write requirements/
 	tools/lock.sh

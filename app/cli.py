@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import sys
+from pathlib import Path
 
 from app import __version__
 from app.config import Config, load_config
@@ -326,6 +327,9 @@ def _plan(args: argparse.Namespace) -> int:
         return 0
     if args.config is None:
         raise UserError("plan needs a configuration, or --compare with a run folder")
+    if Path(args.config).is_dir() or "://" in args.config:
+        print("\n".join(compare_run(args.config)))
+        return 0
     from app.jobs import settle_run_dir
 
     config = settle_run_dir(_load(args))

@@ -47,7 +47,13 @@ def connect(config: RayConfig) -> None:
 def _init(config: RayConfig) -> None:
     import ray
 
-    address = config.address or ("auto" if os.environ.get("RAY_ADDRESS") else None)
+    named = os.environ.get("RAY_ADDRESS", "")
+    if config.address is None and named.startswith(("http://", "https://")):
+        raise UserError(
+            f"RAY_ADDRESS is {named}, the dashboard that `draftmill submit` talks to; to run from here set"
+            " ray.address=HOST:6379 (the address that `ray start --head` printed), or ray.address=local"
+        )
+    address = config.address or ("auto" if named else None)
     env_vars = {k: v for k, v in {**_WORKER_ENV, **_passed_on()}.items() if k not in job_env_vars()}
     common: dict[str, Any] = {
         "log_to_driver": True,
@@ -67,7 +73,8 @@ def _init(config: RayConfig) -> None:
                 f"the Ray cluster at {address} cannot be reached ({first_line(error)});"
                 " check ray.address, or set ray.address=local for a cluster of your own"
             ) from error
-        log.info("connected to the Ray cluster at %s", address)
+        at = ray.get_runtime_context().gcs_address if address == "auto" else address
+        log.info("connected to the Ray cluster at %s", at)
         return
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # that a token is asked for
     try:

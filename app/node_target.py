@@ -14,7 +14,7 @@ from pathlib import Path
 
 from app.errors import UserError
 from app.packaged import PACKAGED, cache_root, locked
-from app.target import TargetInfo, resolve_model, weights_digest
+from app.target import TargetInfo, has_weights, resolve_model, weights_digest
 
 _ALIVE_S = 10.0
 
@@ -29,7 +29,7 @@ def target_here(target: TargetInfo, alive: Callable[[], None] = lambda: None) ->
     Raises:
         UserError: it is not here and cannot be fetched, or what is here are other weights.
     """
-    if Path(target.model, "config.json").is_file():
+    if _is_whole(Path(target.model)):
         return target
     host, commit = socket.gethostname(), _commit_of(target.model)
     if not is_fetched(target):
@@ -46,6 +46,13 @@ def target_here(target: TargetInfo, alive: Callable[[], None] = lambda: None) ->
             " delete the wrong ones, and give target.revision where the model has moved on"
         )
     return replace(target, model=str(folder))
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the target's files are there; a plan fetches a hub's target without its weights."""
+    if not (folder / "config.json").is_file():
+        return False
+    return _commit_of(str(folder)) is None or has_weights(folder)
 
 
 def is_fetched(target: TargetInfo) -> bool:

@@ -325,6 +325,8 @@ def _run_log(run: RunFolder) -> Iterator[None]:
         yield
     except BaseException as error:
         said = str(error) if isinstance(error, UserError) else repr(error)
+        if isinstance(error, KeyboardInterrupt):
+            said = "interrupted (Ctrl-C, SIGTERM or draftmill stop)"
         handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, f"stopped: {said}", (), None))
         raise
     finally:

@@ -176,6 +176,14 @@ def resolve_model(name: str, revision: str | None = None, weights: bool = True) 
         ) from error
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether every file of weights of a checkpoint is there."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return all((folder / name).exists() for name in set(json.loads(index.read_text())["weight_map"].values()))
+    return any(folder.glob(f"*{_WEIGHTS}"))
+
+
 def weight_bytes(folder: Path, name: str, revision: str | None = None) -> int:
     """Bytes of a target's weights in its folder; of a hub's target whose weights were left there, what they will take,
     or 0 where the hub does not say."""

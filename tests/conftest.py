@@ -121,6 +121,15 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def log_left_as_found() -> Iterator[None]:
+    """Pytest adds a handler of its own to a logger that does not propagate, and a later test sees every line twice."""
+    log = logging.getLogger("draftmill")
+    handlers = list(log.handlers)
+    yield
+    log.handlers, log.propagate = handlers, True
+
+
 @pytest.fixture
 def quiet_log() -> Iterator[None]:
     """For tests that call the command line in this process: its log handler, made for their stderr, goes with them."""

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from app.config import Config, load_config
+from app.cluster import connect
+from app.config import Config, RayConfig, load_config
 from app.errors import UserError
 
 SOURCE = "sources=[{path: a.jsonl}]"
@@ -76,3 +77,9 @@ def test_the_reference_is_up_to_date() -> None:
     from tools.config_reference import reference
 
     assert (ROOT / "docs" / "configuration.md").read_text() == reference()
+
+
+def test_the_dashboards_address_is_told_from_a_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
+    with pytest.raises(UserError, match=r"RAY_ADDRESS is http://head:8265, the dashboard .* set ray.address=HOST:6379"):
+        connect(RayConfig())

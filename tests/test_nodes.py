@@ -335,3 +335,21 @@ def test_a_target_that_is_not_here_is_a_sentence(
     moved = replace(tiny_target, name="o/m", model="/nowhere/snapshots/abc", weights_digest="of another commit")
     with pytest.raises(UserError, match="has other weights of o/m"):
         target_here(moved)
+
+
+def test_what_a_plan_fetched_is_not_the_whole_target(
+    tiny: Path, tiny_target: TargetInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path))
+    monkeypatch.setattr("app.node_target.resolve_model", lambda name, commit: tiny)
+    planned = tmp_path / "snapshots" / "abc"
+    planned.mkdir(parents=True)
+    (planned / "config.json").write_text("{}")
+    away = replace(tiny_target, name="o/m", model=str(planned))
+    assert target_here(away).model == str(tiny)
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+    (planned / "model.safetensors.index.json").write_text(json.dumps(index))
+    (planned / "1.safetensors").touch()
+    assert target_here(away).model == str(tiny)
+    (planned / "2.safetensors").touch()
+    assert target_here(away) is away

@@ -214,7 +214,7 @@ def test_a_stopped_run_says_so_and_gives_its_folder_back(tiny: Path, tmp_path: P
     assert said.splitlines()[-1] == "draftmill: stopped; the same command resumes from what is committed"
     assert "Traceback" not in said
     assert not (run / "lease.json").exists()
-    assert driver_log(run)[-1].endswith("ERROR stopped: KeyboardInterrupt()")
+    assert driver_log(run)[-1].endswith("ERROR stopped: interrupted (Ctrl-C, SIGTERM or draftmill stop)")
     assert not any("running" in line for line in status_lines(str(run), []))
 
 

@@ -290,7 +290,8 @@ def test_the_rows_it_names_do_fit() -> None:
 
 
 def test_training_memory_is_a_limit() -> None:
-    config = parse_config({"sources": [{"path": "x"}], "train": {"unroll_steps": 16}}, "test")
+    small = {"train": {"unroll_steps": 16}, "evaluate": {"holdout": 0}}
+    config = parse_config({"sources": [{"path": "x"}], **small}, "test")
     shape = replace(KIMI, target_bytes=1)
     with pytest.raises(UserError, match=r"lower generate.max_length .*train.unroll_steps"):
         a_plan(config, one_source([(100, 400)]), shape, replace(EIGHT, gpu_memory_gib=20)).require_fit()
@@ -553,3 +554,11 @@ def test_where_every_source_is_skipped_it_says_so(run: Config, tmp_path: Path) -
     skipping = run.ingest.model_copy(update={"on_source_error": "skip"})
     with pytest.raises(UserError, match="no source could be read, all were skipped"):
         plan_run(run.model_copy(update={"sources": [gone], "ingest": skipping}))
+
+
+def test_fewer_rows_than_are_held_out_do_not_fit(run: Config) -> None:
+    held = run.model_copy(update={"evaluate": run.evaluate.model_copy(update={"holdout": 40})})
+    plan = plan_run(held, described=Described(disk_free_tb=1))
+    with pytest.raises(UserError, match=r"holdout keeps 40 conversations .* hold 40 .*; lower evaluate\.holdout"):
+        plan.require_fit()
+    assert "DOES NOT FIT evaluate.holdout keeps 40" in "\n".join(lines_of(plan, held))

@@ -144,7 +144,7 @@ def _warn(tallies: dict[str, Tally], config: QualityConfig) -> None:
         for kind, share in tally.shares().items():
             if limits[kind] is None and share > _WORTH_A_WARNING:
                 log.warning(
-                    "quality: %s: %.1f %% of %d answers are of class %s (%s say); quality.max_%s would stop the run",
+                    "quality: %s: %.1f %% of %d answers are of class %s (%s, say); set quality.max_%s to stop at that",
                     name, 100 * share, tally.answers, kind, tally.examples[kind][0], kind,
                 )  # fmt: skip
 

@@ -173,6 +173,7 @@ def make_plan(
         contexts=contexts,
         max_length=config.generate.max_length,
         limits=[
+            *_row_limits(config, stats.rows),
             *disk_limits(config, stats, shape, size + rest - committed, hardware.disk_free),
             *_hardware_limits(config, shape, hardware, memory),
         ],
@@ -288,6 +289,15 @@ def disk_limits(
         f" {FULL * free / 1e9:,.2f} GB"
     )
     return [Limit(what, change)]
+
+
+def _row_limits(config: Config, rows: int) -> list[Limit]:
+    """generate refuses such a run too, after ingest."""
+    held = config.evaluate.holdout
+    if rows > held:
+        return []
+    what = f"evaluate.holdout keeps {held} conversations from training and the sources hold {rows} that can be used"
+    return [Limit(what, "lower evaluate.holdout or bring more prompts")]
 
 
 def _hardware_limits(config: Config, shape: Shape, hardware: Hardware, memory: float) -> list[Limit]:

@@ -243,7 +243,7 @@ def token_stats(config: Config, samples: Sequence[SourceSample], assume: Mapping
         raise UserError(_why_none(config, samples, sources))
     if unknown:
         total = sum(len(s.wanted) for s in sources)
-        where = "--assume answer_tokens" if "answer_tokens" in assume else "no recorded answer to go by"
+        where = "--assume answer_tokens" if "answer_tokens" in assume else "they have no recorded one to go by"
         notes.append(
             f"{unknown} of {total} sampled answers are taken to be {mean:.0f} tokens ({where});"
             f" generate.max_new_tokens {config.generate.max_new_tokens} is the bound"
@@ -251,7 +251,7 @@ def token_stats(config: Config, samples: Sequence[SourceSample], assume: Mapping
     if any(r.use == "regenerate" and r.answer_tokens is not None for s in samples for r in s.requests) and (
         "answer_tokens" not in assume
     ):
-        notes.append("answers to be regenerated are taken to be as long as the recorded ones")
+        notes.append("answers to be regenerated that have a recorded one are taken to be as long")
     return TokenStats(tuple(sources), f"a sample of {sum(s.rows_sampled for s in samples):,} rows", tuple(notes))
 
 

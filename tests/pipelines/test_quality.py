@@ -227,7 +227,7 @@ def test_shares_by_source_with_ids_and_no_text(
     assert "sacks" not in json.dumps(data) and "wheel" not in json.dumps(data)
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("quality:")]
     assert any("rows" in line and "43.8 %" in line for line in said)
-    assert any("are of class cut" in line and "quality.max_cut would stop the run" in line for line in said)
+    assert any("are of class cut" in line and "set quality.max_cut to stop at that" in line for line in said)
 
 
 @pytest.mark.parametrize(
