@@ -185,6 +185,7 @@ def test_f42_capture_spills_nothing_with_the_smallest_store(tiny: Path, tmp_path
     config = tiny_config(
         tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(50)),
         generate__engine_args={"STUB_LENGTH": 390}, generate__max_length=512, generate__max_new_tokens=400,
+        capture__codec="bf16",
     )  # fmt: skip
     run_pipeline(config, stages_up_to("generate"))
     sizes = [p.stat().st_size for p in (tmp_path / "run" / PARTS).glob("*.safetensors")]

@@ -64,7 +64,10 @@ def test_f40_submitted_followed_stopped_and_resumed(
     submit = draftmill("submit", "c.yaml", "--stage", "generate", "--follow")
     log = tmp_path / "follower.log"
     with log.open("w") as out:
-        follower = subprocess.Popen(submit, cwd=checkout, env=ray_head, stdout=out, stderr=subprocess.STDOUT)
+        follower = subprocess.Popen(
+            submit, cwd=checkout, env=ray_head, stdout=out, stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background
+        )  # fmt: skip
     wait_until(lambda: "Running entrypoint" in log.read_text() or follower.poll() is not None, 240)
     job = next(w for w in log.read_text().split() if w.startswith("raysubmit_"))
     second = finished(submit)

@@ -494,6 +494,7 @@ def test_f42_states_do_not_pass_through_the_object_store(tiny: Path, tmp_path: P
     config = tiny_config(
         tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(50)),
         generate__engine_args={"STUB_LENGTH": 200}, generate__max_length=512, generate__max_new_tokens=256,
+        capture__codec="bf16",
     )  # fmt: skip
     most: list[float] = []
     done = []
