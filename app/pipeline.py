@@ -32,11 +32,11 @@ from app.runfolder import (
     flat_config,
     flat_defaults,
     git_revision,
-    package_versions,
 )
 from app.sources.locate import Listing
 from app.storage import explained
 from app.target import TargetInfo, check_aux_layers, default_aux_layers, inspect_target
+from app.versions import package_versions
 
 log = logging.getLogger("draftmill")
 STALE = "stale"  # in a manifest's `extra`: why its output must not be used again, in words

@@ -14,9 +14,9 @@ from typing import Any
 from app.config import Config
 from app.errors import UserError
 from app.parts import PartEntry
-from app.runfolder import package_versions
 from app.states import CONVENTION
 from app.target import TargetInfo, check_aux_layers, default_aux_layers
+from app.versions import package_versions
 
 # Recorded for people: the digests say whether it is the same target.
 _NOT_COMPARED = ("target", "target_revision", "engine")

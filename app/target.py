@@ -98,14 +98,20 @@ class TargetHead:
         return out
 
 
+def _weight_map(folder: Path) -> dict[str, str] | None:
+    """Tensor -> file, by the index of a sharded checkpoint; None where there is no index."""
+    index = folder / "model.safetensors.index.json"
+    return dict(json.loads(index.read_text())["weight_map"]) if index.exists() else None
+
+
 class TargetFiles:
     """Reads single tensors of a safetensors checkpoint (one file or sharded with an index)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            self.where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        indexed = _weight_map(folder)
+        if indexed is not None:
+            self.where: dict[str, str] = indexed
         else:
             files = sorted(p.name for p in folder.glob("*.safetensors"))
             if not files:
@@ -178,9 +184,9 @@ def resolve_model(name: str, revision: str | None = None, weights: bool = True) 
 
 def has_weights(folder: Path) -> bool:
     """Whether every file of weights of a checkpoint is there."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return all((folder / name).exists() for name in set(json.loads(index.read_text())["weight_map"].values()))
+    indexed = _weight_map(folder)
+    if indexed is not None:
+        return all((folder / name).exists() for name in set(indexed.values()))
     return any(folder.glob(f"*{_WEIGHTS}"))
 
 

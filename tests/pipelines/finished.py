@@ -16,8 +16,10 @@ from app.draft_config import DraftConfig
 from app.parts import read_ingest_part as read_part
 from app.parts import write_part
 from app.pipeline import Stage, StageContext, StageResult, run_stage
+from app.pipelines.vocab import load_vocab
 from app.stages import STAGES
 from app.train.state import save_state
+from tests.drafts import draft_config, random_tensors
 from tests.runs import context
 from tests.stubs import HIDDEN, answer_of, states_of
 
@@ -52,6 +54,16 @@ def finish_generate(config: Config, answer: Callable[[str, int], list[int]] = an
         }
         write_part(ctx.run.store, entry, rows, [states_of(r["prompt_ids"] + r["answer_ids"]) for r in rows])
     run_stage(stage("generate"), ctx)
+    return ctx
+
+
+def finish_random(config: Config, **draft_changes: Any) -> StageContext:
+    """A run whose train stage is finished with random weights on the run's own vocabulary map."""
+    ctx = finish_generate(config)
+    run_stage(stage("vocab"), ctx)
+    kept = load_vocab(ctx.run.store).kept_ids
+    draft = draft_config(ctx.target, draft_vocab_size=len(kept), **draft_changes)
+    finish_train(ctx, draft, random_tensors(draft, kept))
     return ctx
 
 

@@ -18,11 +18,9 @@ from app.errors import UserError
 from app.pipeline import StageContext, run_stage
 from app.pipelines.bench import _engines
 from app.pipelines.evaluate import load_draft
-from app.pipelines.vocab import load_vocab
 from app.storage import Store
 from app.train.warm_start import read_draft
-from tests.drafts import draft_config, random_tensors
-from tests.pipelines.finished import finish_generate, finish_train, stage
+from tests.pipelines.finished import finish_random, stage
 from tests.runs import prompts, tiny_config, write_rows
 
 
@@ -36,11 +34,7 @@ def copies(temporary: Path) -> list[str]:
 def exported(tiny: Path, tmp_path: Path, s3: str, temporary: Path) -> StageContext:
     """A run on S3, exported in both layouts."""
     source = write_rows(tmp_path / "rows.jsonl", prompts(8))
-    ctx = finish_generate(tiny_config(tiny, f"{s3}/run", source, export__format="speculators"))
-    run_stage(stage("vocab"), ctx)
-    vocab = load_vocab(ctx.run.store)
-    draft = draft_config(ctx.target, draft_vocab_size=len(vocab.kept_ids))
-    finish_train(ctx, draft, random_tensors(draft, vocab.kept_ids))
+    ctx = finish_random(tiny_config(tiny, f"{s3}/run", source, export__format="speculators"))
     run_stage(stage("export"), ctx)
     return ctx
 

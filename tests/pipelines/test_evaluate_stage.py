@@ -11,19 +11,13 @@ import pytest
 
 from app.pipeline import StageContext, run_stage
 from app.pipelines import evaluate
-from app.pipelines.vocab import load_vocab
-from tests.drafts import draft_config, random_tensors
-from tests.pipelines.finished import finish_generate, finish_train, stage
+from tests.pipelines.finished import finish_random, stage
 from tests.runs import prompts, tiny_config, write_rows
 
 
 def exported(target: Path, folder: Path) -> StageContext:
     config = tiny_config(target, folder / "run", write_rows(folder / "r.jsonl", prompts(12)), evaluate__holdout=6)
-    ctx = finish_generate(config)
-    run_stage(stage("vocab"), ctx)
-    vocab = load_vocab(ctx.run.store)
-    draft = draft_config(ctx.target, draft_vocab_size=len(vocab.kept_ids))
-    finish_train(ctx, draft, random_tensors(draft, vocab.kept_ids))
+    ctx = finish_random(config)
     run_stage(stage("export"), ctx)
     return ctx
 

@@ -23,7 +23,7 @@ from app.train.loop import draft_config as loop_config
 from app.train.loop import run_worker
 from app.train.state import read_weights, save_best
 from tests.drafts import draft_config, random_tensors
-from tests.pipelines.finished import finish_generate, finish_train, stage
+from tests.pipelines.finished import finish_generate, finish_random, finish_train, stage
 from tests.runs import prompts, tiny_config, write_rows
 from tests.tiny import VOCAB
 
@@ -31,12 +31,7 @@ from tests.tiny import VOCAB
 def trained(target: Path, folder: Path, draft_changes: dict[str, Any] | None = None, **changes: Any) -> StageContext:
     """A run whose train stage is finished with random weights on the run's own vocabulary map."""
     config = tiny_config(target, folder / "run", write_rows(folder / "r.jsonl", prompts(8)), **changes)
-    ctx = finish_generate(config)
-    run_stage(stage("vocab"), ctx)
-    vocab = load_vocab(ctx.run.store)
-    draft = draft_config(ctx.target, draft_vocab_size=len(vocab.kept_ids), **draft_changes or {})
-    finish_train(ctx, draft, random_tensors(draft, vocab.kept_ids))
-    return ctx
+    return finish_random(config, **draft_changes or {})
 
 
 def trained_weights(ctx: StageContext, seed: int = 0) -> tuple[DraftConfig, dict[str, Tensor]]:

@@ -12,12 +12,27 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 PAGE = 2  # entries of one page of a listing
+CONVERTED = "refs/convert/parquet"  # where the hub keeps its conversion of a dataset
 
 
 def commit(name: str) -> str:
     """A commit as the hub writes it: 40 hex digits."""
     return hashlib.sha1(name.encode()).hexdigest()
+
+
+def parquet(rows: list[Any]) -> bytes:
+    """A Parquet file with row groups of a hundred."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=100)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def jsonl(rows: list[Any]) -> bytes:
+    return "".join(json.dumps(r) + "\n" for r in rows).encode()
 
 
 @dataclass

@@ -11,27 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from tests.families import make_kimi_k25
-from tests.sources.hub_server import Repo, commit
+from tests.sources.hub_server import CONVERTED, Repo, commit, jsonl, parquet
 from tests.tiny import make_tokenizer
 
-CONVERTED = "refs/convert/parquet"
 QUESTIONS = ("How many sacks of grain does the mill of day {} need?", "And how many of flour are left on day {}?")
 ANSWERS = ("Twelve divided by three quarters is sixteen, so it is {}.", "One sack in four is lost, so three of {}.")
-
-
-def parquet(rows: list[Any]) -> bytes:
-    """A Parquet file with row groups of a hundred."""
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=100)
-    return bytes(sink.getvalue().to_pybytes())
-
-
-def jsonl(rows: list[Any]) -> bytes:
-    return "".join(json.dumps(r) + "\n" for r in rows).encode()
 
 
 def _turns(names: tuple[str, ...], role: str, content: str, n: int) -> list[dict[str, Any]]:

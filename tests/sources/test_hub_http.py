@@ -10,25 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tests.runs import ROOT, draftmill, save_config, tiny_config
-from tests.sources.hub_server import Hub, Repo, commit, serving
+from tests.sources.hub_server import CONVERTED, Hub, Repo, commit, jsonl, parquet, serving
 
-CONVERTED = "refs/convert/parquet"
 ROWS = [{"prompt": f"Please count the sacks of day {i}"} for i in range(600)]
-
-
-def parquet(rows: list[Any]) -> bytes:
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=100)
-    return bytes(sink.getvalue().to_pybytes())
-
-
-def jsonl(rows: list[Any]) -> bytes:
-    return "".join(json.dumps(r) + "\n" for r in rows).encode()
 
 
 def repo(own: dict[str, bytes], converted: dict[str, bytes] | None = None, **more: Any) -> Repo:
