@@ -343,16 +343,17 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _preview(args: argparse.Namespace) -> int:
-    from app.preview import preview, preview_lines, preview_page, write_page
+    from app.preview import preview, preview_lines, preview_page, require_kept, write_page
 
     config = _load(args)
     views = preview(config, args.rows, args.source, args.show_private)
     if args.html is not None:
         write_page(args.html, preview_page(views, config, args.full))
         print(args.html)
-        return 0
-    for line in preview_lines(views, config, _coloured(args), args.full):
-        print(line)
+    else:
+        for line in preview_lines(views, config, _coloured(args), args.full):
+            print(line)
+    require_kept(views)
     return 0
 
 

@@ -105,7 +105,11 @@ class SourceConfig(Section):
     seed: int = Field(0, description="of the draw")
     sampling: SamplingConfig = SamplingConfig()
     system_prompt: str | None = Field(None, description="added to conversations that open without one")
-    private: bool = Field(False, description="no report or log shows this source's text")
+    private: bool | Literal["never"] = Field(
+        False,
+        description="true: no report or log shows this source's text; false: of rows of logs and exports none does,"
+        " with `columns` too; never: all may be shown",
+    )
     max_reject_share: float = Field(
         0.2,
         ge=0,
@@ -127,6 +131,10 @@ class SourceConfig(Section):
     def location(self) -> str:
         """Where it is, for messages; still with what a URL may hide."""
         return self.path if self.path is not None else f"hf://datasets/{self.dataset}"
+
+    def hides(self, by_itself: bool) -> bool:
+        """Whether a row's text stays out of reports and logs; `by_itself`: it is of a log or an export."""
+        return self.private is True or (by_itself and self.private != "never")
 
     @property
     def label(self) -> str:
@@ -340,6 +348,14 @@ class TrainConfig(Section):
         default_factory=dict, description="resources of your own that a worker asks for, as generate.resources"
     )
     epochs: float = Field(3, gt=0)
+    start_after: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="share of the conversations whose answers training begins with, while the others are still being"
+        " made; it needs GPUs of its own beside the engines'. Each window of parts that follows is as large;"
+        " null: all of them",
+    )
     learning_rate: float = Field(1e-4, gt=0)
     min_learning_rate_ratio: float = Field(0.0, ge=0, le=1, description="rate at the end over the peak")
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -421,6 +437,15 @@ class TrainConfig(Section):
     new_vocabulary: bool = Field(
         False, description="with init_from: choose the vocabulary anew; rows of tokens in both maps are kept"
     )
+
+    @model_validator(mode="after")
+    def _whole_first_epoch(self) -> TrainConfig:
+        if self.start_after is not None and self.epochs < 1:
+            raise ValueError(
+                f"train.start_after needs an epoch that sees every answer, and train.epochs is {self.epochs:g}; set"
+                " epochs to 1 or more, or leave start_after out"
+            )
+        return self
 
     @field_validator("activation_gib", mode="before")
     @classmethod

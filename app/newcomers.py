@@ -31,7 +31,7 @@ class Newcomers:
 
     def __init__(self, rooms: list[Room], demand: Demand, store: Store, target: str) -> None:
         self._rooms, self._demand, self._store, self._target = rooms, demand, store, target
-        self._known: dict[str, str] | None = None  # nodes that live, by id: their host
+        self._known: dict[str, str] | None = None  # nodes that live, by id: their names
         self._draining: set[str] = set()
         self._held: list[Any] = []  # actors that hold the GPUs of unfit nodes
         self._stop = threading.Event()
@@ -69,7 +69,7 @@ class Newcomers:
             nodes: those of `ray.nodes()` that live.
             draining: ids of those that are told to go.
         """
-        living = {n["NodeID"]: str(n["NodeManagerHostname"]) for n in nodes}
+        living = {n["NodeID"]: _named(n["NodeManagerHostname"], n["NodeID"]) for n in nodes}
         before, self._known = self._known, living
         if before is None:
             return
@@ -85,7 +85,8 @@ class Newcomers:
     def _greet(self, nodes: list[dict[str, Any]]) -> None:
         rooms = look_at_cluster(self._store.root if self._store.is_local else None, self._target, nodes)
         for room in rooms:
-            log.info("generate: node %s joined with %d GPUs and %g CPUs", room.host, room.gpus, room.cpus)
+            name = _named(room.host, room.node)
+            log.info("generate: node %s joined with %d GPUs and %g CPUs", name, room.gpus, room.cpus)
             for sentence in self._said_of(room):
                 log.warning("generate: %s", sentence)
 
@@ -113,6 +114,11 @@ class Newcomers:
 
 class _Holder:
     """An actor that does nothing."""
+
+
+def _named(host: str, node: str) -> str:
+    """A node as the log tells it: several may have one host name, and a part's entry holds Ray's id."""
+    return f"{host} ({node[:8]})"
 
 
 def _draining() -> set[str]:

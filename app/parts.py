@@ -12,7 +12,6 @@ given up for dead can never overwrite what another has committed.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import re
 from collections import Counter
@@ -29,15 +28,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from app.checksum import KIND, KINDS, checksum_of, hasher, kind_of
 from app.codecs import States, encode
 from app.errors import UserError
 from app.packed import Captured, PackedStates
-from app.runfolder import has_types, is_file_record, sealed, unsealed
+from app.runfolder import has_types, sealed, unsealed
 from app.states import CONVENTION, StatesFile, write_states
 from app.storage import Store, explained
 
 PARTS = "generate/parts"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # of an entry: 3 has BLAKE3 checksums
+STATES_VERSION = 2  # of a states file
 Mask = Sequence[bool] | NDArray[np.bool_]  # [T]
 OTHER_INPUTS = "made from other inputs or settings"  # of an entry: whole, and of no use to today's run
 _LARGE = 2**20  # bytes: a write whose checksum another thread takes meanwhile
@@ -159,7 +160,7 @@ class PartEntry:
     cut_short: list[dict[str, str]]  # kept, but a later turn failed: the same fields
     tokens: dict[str, int]  # prompt, answer, supervised
     finish_reasons: dict[str, int]
-    files: dict[str, dict[str, Any]]  # "rows", "states": name, size, sha256
+    files: dict[str, dict[str, Any]]  # "rows", "states": name, size, checksum (app/checksum.py)
     layers: list[int]  # k of the auxiliary states, low to high
     dtype: str  # of the states as the engine gave them
     hidden_size: int
@@ -169,6 +170,7 @@ class PartEntry:
     compression: str = "none"
     record: dict[str, Any] = field(default_factory=dict)  # what the states were captured from: app/record.py
     cleaned: str | None = None  # when the states were deleted, ISO 8601; the rows are still there
+    writer: dict[str, Any] = field(default_factory=dict)  # who committed it: host, node (Ray's id), pid, at (ISO 8601)
 
     @property
     def bytes(self) -> int:
@@ -325,7 +327,7 @@ def write_files(
     entry = {"codec": "bf16", "compression": "none", "record": {}, **entry, "format_version": FORMAT_VERSION}
     about = {
         "format": "draftmill-states",
-        "version": FORMAT_VERSION,
+        "version": STATES_VERSION,
         "layers": entry["layers"],
         "convention": CONVENTION,
         "codec": entry["codec"],
@@ -372,7 +374,7 @@ class _Hashed(io.RawIOBase):
     """Writes on to `file` and takes the checksum of what passes, beside the writing where that pays."""
 
     def __init__(self, file: BinaryIO, beside: ThreadPoolExecutor) -> None:
-        self._file, self._beside, self.sha256, self.size = file, beside, hashlib.sha256(), 0
+        self._file, self._beside, self.digest, self.size = file, beside, hasher(), 0
 
     def writable(self) -> bool:
         return True
@@ -380,10 +382,10 @@ class _Hashed(io.RawIOBase):
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
         if size < _LARGE:
-            self.sha256.update(data)
+            self.digest.update(data)
             self._file.write(data)
         else:
-            hashing = self._beside.submit(self.sha256.update, data)
+            hashing = self._beside.submit(self.digest.update, data)
             self._file.write(data)
             hashing.result()
         self.size += size
@@ -397,12 +399,12 @@ def _commit_file(store: Store, name: str, suffix: str, write: Any, sync: bool = 
         with explained(store.url), open(scratch, "wb") as file, ThreadPoolExecutor(1) as beside:
             hashed = _Hashed(file, beside)
             write(hashed)
-        digest = hashed.sha256.hexdigest()
+        digest = hashed.digest.hexdigest()
         final = f"{name}-{digest[:8]}.{suffix}"
         store.put(scratch, f"{PARTS}/{final}", sync)
     finally:
         Path(scratch).unlink(missing_ok=True)
-    return {"name": final, "size": hashed.size, "sha256": digest}
+    return {"name": final, "size": hashed.size, KIND: digest}
 
 
 def read_entry(store: Store, part: int) -> PartEntry | None:
@@ -436,13 +438,22 @@ def _is_whole(data: dict[str, Any]) -> bool:
     if not has_types(data, _ENTRY_TYPES) or data["files"].keys() != {"rows", "states"}:
         return False
     files = data["files"].values()
-    if not all(is_file_record(f) and _FILE_NAME.fullmatch(str(f.get("name"))) for f in files):
+    if not all(_is_record(f) and _FILE_NAME.fullmatch(str(f.get("name"))) for f in files):
         return False
     faults = [*data["rejects"], *data["cut_short"]]
     if not all(isinstance(f, dict) and has_types(f, {"id": str, "reason": str}) for f in faults):
         return False
     return all(
         isinstance(n, int) for n in (*data["tokens"].values(), *data["finish_reasons"].values(), *data["layers"])
+    )
+
+
+def _is_record(value: Any) -> bool:
+    """Whether `value` tells a file's size in bytes and a checksum."""
+    return (
+        isinstance(value, dict)
+        and has_types(value, {"size": int})
+        and any(isinstance(value.get(kind), str) for kind in KINDS)
     )
 
 
@@ -459,7 +470,7 @@ def entry_fault(store: Store, entry: PartEntry, key: str, verify: str) -> str | 
             return f"{kind} file {file['name']} is missing"
         if size != file["size"]:
             return f"{kind} file {file['name']} has {size} bytes instead of {file['size']}"
-        if verify == "checksum" and store.sha256(path) != file["sha256"]:
+        if verify == "checksum" and store.checksum(path, kind_of(file)) != checksum_of(file):
             return f"{kind} file {file['name']} does not match its checksum"
     return None
 

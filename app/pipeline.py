@@ -12,11 +12,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from app.cluster import disconnect, is_connected, ray_fault
 from app.config import Config
@@ -24,6 +24,7 @@ from app.engine.warden import driving
 from app.errors import UserError
 from app.forgotten import refuse_half_forgotten
 from app.lease import Lease
+from app.parts import PartEntry
 from app.runfolder import (
     Manifest,
     RedactingFilter,
@@ -40,6 +41,22 @@ from app.versions import package_versions
 
 log = logging.getLogger("draftmill")
 STALE = "stale"  # in a manifest's `extra`: why its output must not be used again, in words
+BESIDE_S = "beside_s"  # likewise: seconds of the stage in which earlier ones ran too
+
+
+class Ahead(Protocol):
+    """Work of a later stage that goes on while generate makes parts (app/train/overlap.py)."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that it holds now."""
+
+    def committed(self, entries: Iterable[PartEntry], parts: int) -> None:
+        """Told by generate: these of all `parts` were committed since the last time, at first all that are. Raises what
+        that work failed by."""
+
+    def finish(self) -> tuple[Any, float] | None:
+        """All parts are there: wait for what comes of it; with the seconds it took before. None: it never began."""
 
 
 @dataclass
@@ -49,6 +66,7 @@ class StageContext:
     config: Config
     run: RunFolder
     lease: Lease | None = None
+    ahead: Ahead | None = None
 
     @cached_property
     def target(self) -> TargetInfo:
@@ -88,6 +106,7 @@ class StageResult:
     seeds: dict[str, int] = field(default_factory=dict)
     digest: str | None = None  # content digest where `outputs` does not list every file (parts)
     extra: dict[str, Any] = field(default_factory=dict)
+    earlier_s: float = 0.0  # spent on it beside earlier stages, before its turn came
 
 
 @dataclass(frozen=True)
@@ -104,6 +123,7 @@ class Stage:
     check: Callable[[StageContext], None] | None = None  # raises UserError, before any stage of the run begins
     before: Callable[[StageContext], None] | None = None  # called when the stage is about to be done; may refuse
     after: Callable[[StageContext], None] | None = None  # called when the stage is up to date: what may go then
+    ahead: Callable[[StageContext], contextlib.AbstractContextManager[Any]] | None = None  # entered before all stages
     version: int = 1
 
 
@@ -174,7 +194,7 @@ def run_stage(stage: Stage, ctx: StageContext) -> tuple[Manifest, bool]:
     inputs = {name: ctx.input(name).digest for name in stage.inputs}
     if stage.outside is not None:
         inputs |= stage.outside(ctx)
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    began = datetime.datetime.now(datetime.UTC)
     clock = time.monotonic()
     result = stage.run(ctx)
     if ctx.lease is not None:
@@ -191,9 +211,9 @@ def run_stage(stage: Stage, ctx: StageContext) -> tuple[Manifest, bool]:
         seeds=result.seeds,
         versions=package_versions(),
         git_revision=git_revision(),
-        started=started,
-        seconds=round(time.monotonic() - clock, 3),
-        extra=result.extra,
+        started=(began - datetime.timedelta(seconds=result.earlier_s)).isoformat(timespec="seconds"),
+        seconds=round(time.monotonic() - clock + result.earlier_s, 3),
+        extra=result.extra | ({BESIDE_S: round(result.earlier_s, 3)} if result.earlier_s else {}),
     )
     ctx.run.write_manifest(manifest)
     log.info("%s: done in %.1f s", stage.name, manifest.seconds)
@@ -236,6 +256,14 @@ def run_pipeline(
 
 
 def _run_stages(ctx: StageContext, stages: list[Stage], after: Callable[[Timings], None]) -> Timings:
+    with contextlib.ExitStack() as beside:
+        for stage in stages:
+            if stage.ahead is not None:
+                beside.enter_context(stage.ahead(ctx))
+        return _run_in_order(ctx, stages, after)
+
+
+def _run_in_order(ctx: StageContext, stages: list[Stage], after: Callable[[Timings], None]) -> Timings:
     refuse_half_forgotten(ctx.run.store)
     _ = ctx.layers  # the target and its layers are checked before any work
     for stage in stages:

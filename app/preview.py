@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -49,6 +50,7 @@ class RowView:
     id: str | None
     kept: bool
     verdict: str
+    reason: str | None = None  # of the reject
     facts: list[tuple[str, str]] = field(default_factory=list)  # label, text
     samples: list[Shown] = field(default_factory=list)
 
@@ -127,7 +129,7 @@ class _Looker:
         if not isinstance(row, RowError):
             with contextlib.suppress(RowError):  # the outcome says so
                 conversation = self._worker.conversation(source, row)
-        private = source.private or (conversation is not None and conversation.private)
+        private = source.hides(conversation is not None and conversation.private)
         shown = self._show_private or not private
         if outcome.reject is None and outcome.id in self._seen:
             outcome.reject = ("duplicate", f"the same conversation as {self._seen[outcome.id]}")
@@ -135,8 +137,9 @@ class _Looker:
             self._seen.setdefault(outcome.id, outcome.where)
         view = RowView(redact(where), outcome.id, outcome.reject is None, "kept")
         if outcome.reject is not None:
-            reason, detail = outcome.reject
-            view.verdict = f"rejected: {reason}" + (f", {one_line(redact(detail), 300)}" if detail and shown else "")
+            view.reason, detail = outcome.reject
+            said = f", {one_line(redact(detail), 300)}" if detail and shown else ""
+            view.verdict = f"rejected: {view.reason}{said}"
         if conversation is not None:
             self._describe(source, row, conversation, outcome, shown, view)
         return view
@@ -219,6 +222,18 @@ class _Looker:
         spans = spans_of(self._tokenizer, [*prompt, *(answer or [])], learnt) if shown else None
         supervised = None if answer is None else sum(learnt)
         return Shown(len(prompt), None if answer is None else len(answer), supervised, request["truncated"], spans)
+
+
+def require_kept(views: list[SourceView]) -> None:
+    """Raises UserError where rows were looked at and none would be kept; it names the commonest reason."""
+    rows = [row for view in views for row in view.rows]
+    if not rows or any(row.kept for row in rows):
+        return
+    [(reason, count)] = Counter(row.reason for row in rows).most_common(1)
+    raise UserError(
+        f"none of the {len(rows)} rows looked at would be kept, {count} of them for {reason}; the preview says what"
+        " is wrong with each, docs/own-data.md which shapes are read"
+    )
 
 
 def counts_line(shown: Shown, config: Config) -> str:

@@ -95,10 +95,10 @@ class RowWorker:
         outcomes = [Outcome(where) for where, _ in rows]
         prompts: list[tuple[Outcome, Conversation, str]] = []  # tokenised together: many times faster than one by one
         for outcome, (_, row) in zip(outcomes, rows, strict=True):
-            private = source.private
+            private = source.hides(False)
             try:
                 conversation = self.conversation(source, row)
-                private = private or conversation.private
+                private = source.hides(conversation.private)
                 outcome.id = conversation.id(source.use)
                 if not tokenise:
                     continue
@@ -128,11 +128,11 @@ class RowWorker:
         """
         if isinstance(row, RowError):
             raise row
-        private = source.private
+        private = source.hides(False)
         try:
             try:
                 raw = to_raw(row, source.columns)
-                private = private or raw.private
+                private = source.hides(raw.private)
                 conversation = canonical(raw, source.system_prompt, source.use)
             except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
                 # A known shape with a value of another kind somewhere inside.
@@ -183,7 +183,7 @@ class RowWorker:
             "domain": conversation.domain or source.domain or source.label,
             "use": source.use,
             "where": outcome.where,
-            "private": source.private or conversation.private,
+            "private": source.hides(conversation.private),
             "messages": json.dumps(messages, ensure_ascii=False),
             "template_kwargs": json.dumps(kwargs, ensure_ascii=False),
             "sampling": json.dumps(conversation.sampling),

@@ -26,7 +26,8 @@ from torch import Tensor
 from app.codecs import States, decoded
 from app.config import Config
 from app.errors import UserError
-from app.parts import PARTS, PartEntry, teacher_positions
+from app.parts import PARTS, PartEntry, ingest_part_path, teacher_positions
+from app.runfolder import RunFolder
 from app.states import StatesFile
 from app.storage import Store, explained
 
@@ -116,18 +117,28 @@ class SampleReader:
         wanted: tuple[str, ...] = ("train",),
     ) -> None:
         self._store = store
-        self._entries = sorted(entries, key=lambda e: e.part)
-        self._split = split
+        self._entries: list[PartEntry] = []
+        self._split, self._wanted = split, wanted
         self._rows: list[tuple[int, int]] = []  # (entry index, row in its table)
         self.infos: list[SampleInfo] = []
-        for number, table in enumerate(_of_parts(store, self._entries, _INDEX)):
-            for row, values in enumerate(zip(*(column.to_pylist() for column in table.columns), strict=True)):
-                if split.get(values[1]) in wanted:
-                    self._rows.append((number, row))
-                    self.infos.append(SampleInfo(*values))
         self._lists: _Cache[pa.Table] = _Cache(_CACHED_BYTES, lambda table: int(table.nbytes))
         self._tables: _Cache[list[dict[str, Any]]] = _Cache(4, lambda table: 1)
         self._files: _Cache[StatesFile] = _Cache(_OPEN_FILES, lambda file: 1)
+        self.extend(entries)
+
+    def extend(self, entries: list[PartEntry]) -> None:
+        """Serve the samples of more parts too, after those there are; nobody may read meanwhile."""
+        added, first = sorted(entries, key=lambda e: e.part), len(self._entries)
+        self._entries += added
+        for number, table in enumerate(_of_parts(self._store, added, _INDEX), first):
+            for row, values in enumerate(zip(*(column.to_pylist() for column in table.columns), strict=True)):
+                if self._split.get(values[1]) in self._wanted:
+                    self._rows.append((number, row))
+                    self.infos.append(SampleInfo(*values))
+
+    def by_part(self) -> list[int]:
+        """Indices of all samples in the order of their parts, however they came."""
+        return sorted(range(len(self)), key=lambda i: (self._entries[self._rows[i][0]].part, self._rows[i][1]))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -259,10 +270,26 @@ def conversation_ids(store: Store, entries: list[PartEntry]) -> list[str]:
     return sorted(ids)
 
 
+def planned_ids(store: Store) -> list[str]:
+    """Every conversation of the finished ingest stage, whether it is answered yet or not."""
+    manifest = RunFolder(store.url, store.options).manifest("ingest")
+    if manifest is None:
+        raise UserError(f"{store.url}: stage ingest has not run yet; run `draftmill ingest` first")
+
+    def ids(part: int) -> list[str]:
+        with explained(store.url), store.fs.open(store.full(ingest_part_path(part)), "rb") as file:
+            return list(pq.ParquetFile(file).read(["id"], use_threads=False).column(0).to_pylist())
+
+    with ThreadPoolExecutor(_OPENERS) as pool:
+        return sorted(i for part in pool.map(ids, range(int(manifest.counts["parts"]))) for i in part)
+
+
 def load_split(store: Store, entries: list[PartEntry], config: Config) -> dict[str, str]:
-    """The split this configuration makes of the committed conversations."""
+    """The split this configuration makes of the committed conversations; with `train.start_after` of all that are to be
+    answered, so that it is the same before and after the last answer."""
+    whole = config.train.start_after is not None
     return assign_splits(
-        conversation_ids(store, entries),
+        planned_ids(store) if whole else conversation_ids(store, entries),
         config.evaluate.holdout,
         config.evaluate.holdout_seed,
         config.train.validation_share,

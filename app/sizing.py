@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -120,7 +120,11 @@ def described(hardware: Hardware) -> Cluster:
 
 def settled(config: Config, shape: Shape, hardware: Hardware) -> Config:
     """`config` with numbers for `auto`, as generate would choose them on `hardware`."""
-    engines = choose(config, need_of(shape, config), described(hardware))
+    cluster = described(hardware)
+    if config.train.start_after is not None:
+        with contextlib.suppress(UserError):  # the plan says by itself that there is too little for both
+            cluster = beside_training(config, cluster)
+    engines = choose(config, need_of(shape, config), cluster)
     numbers = {"replicas": engines.replicas, "tensor_parallel": engines.tensor_parallel}
     return config.model_copy(update={"generate": config.generate.model_copy(update=numbers)})
 
@@ -205,6 +209,70 @@ def _seen(cluster: Cluster) -> str:
     name = f"{cluster.gpu_name} " if cluster.gpu_name else ""
     on = f" on {len(cluster.gpus)} nodes" if len(cluster.gpus) > 1 else ""
     return f"{cluster.total} {name}GPU{'s' if cluster.total > 1 else ''}{on}"
+
+
+def train_gpus(config: Config, on_gpu: bool) -> int:
+    """GPUs that training holds, on a cluster with GPUs or without."""
+    use_gpu = config.train.use_gpu if config.train.use_gpu is not None else on_gpu
+    return config.train.workers if use_gpu else 0
+
+
+def engine_cpus(config: Config, cluster: Cluster) -> float:
+    """CPUs that the engines hold: none where they run on GPUs."""
+    return 0.0 if cluster.total else config.ray.engine_cpus * numbers(config)[0]
+
+
+def beside_training(config: Config, cluster: Cluster, elsewhere: int = 0) -> Cluster:
+    """What engines may have of `cluster` while training runs too (`train.start_after`): the smallest nodes go first.
+
+    elsewhere: GPUs of other nodes, which training may have.
+
+    Raises:
+        UserError: nothing is left for an engine.
+    """
+    wanted = train_gpus(config, cluster.total > 0)
+    if not wanted:
+        return replace(cluster, cpus=cluster.cpus - config.train.workers)
+    taken, left = max(0, wanted - elsewhere), list(cluster.gpus)
+    for node in reversed(range(len(left))):
+        here = min(taken, left[node])
+        left[node], taken = left[node] - here, taken - here
+    if not sum(left):
+        raise UserError(
+            f"train.start_after lets training run beside generate, and train.workers, {wanted}, leaves none of"
+            f" {cluster.total + elsewhere} GPUs for an engine; lower it, bring more GPUs, or leave start_after out"
+        )
+    kept = [node for node, gpus in enumerate(left) if gpus]
+    most = tuple(cluster.most[node] for node in kept) if cluster.most else ()
+    return replace(cluster, gpus=tuple(left[node] for node in kept), most=most)
+
+
+def sized(config: Config, need: Need, parts: int | None, beside: bool) -> tuple[Engines, bool]:
+    """The engines of generate on the connected cluster for `parts` parts, and whether they run on GPUs.
+
+    beside: training runs meanwhile, and has its own; then no engine is added as nodes join, since it could take them.
+
+    Raises:
+        UserError: the cluster cannot hold them.
+    """
+    cluster = see_cluster(config.generate.resources)
+    if not beside:
+        engines = choose(config, need, cluster, parts)
+        check_engines(config, engines, need, cluster)
+        return engines, cluster.total > 0
+    own = config.train.resources
+    elsewhere = see_cluster(own).total - see_cluster({**own, **config.generate.resources}).total
+    room = beside_training(config, cluster, elsewhere)
+    engines = choose(config, need, room, parts)
+    unit = "GPUs" if train_gpus(config, cluster.total > 0) else "CPUs at least"
+    words = f"training has {config.train.workers} {unit} beside them"
+    try:
+        check_engines(config, engines, need, room)
+    except UserError as error:
+        raise UserError(
+            f"{error}; {words} (train.workers), as train.start_after asks: without it all are free"
+        ) from error
+    return replace(engines, most=0, why=f"{engines.why}; {words}"), cluster.total > 0
 
 
 def check_engines(config: Config, engines: Engines, need: Need, cluster: Cluster) -> None:

@@ -8,11 +8,11 @@ from app.doctor import command as doctor
 from app.errors import UserError
 from app.pipeline import Stage
 from app.pipelines import bench, evaluate, export, generate, ingest, quality, report, vocab
+from app.train import overlap, warm_start
 from app.train import stage as train
-from app.train import warm_start
 
 # The split into train, validation and holdout is a pure function of the conversations and these values.
-_SPLIT = ("evaluate.holdout", "evaluate.holdout_seed", "train.validation_share")
+_SPLIT = ("evaluate.holdout", "evaluate.holdout_seed", "train.validation_share", "train.start_after")
 
 STAGES: tuple[Stage, ...] = (
     Stage(
@@ -57,13 +57,14 @@ STAGES: tuple[Stage, ...] = (
         check=train.check,
         before=doctor.before_train,
         after=clean.after_train,
+        ahead=overlap.ahead,
     ),
     Stage("export", export.run, inputs=("vocab", "train"), config_keys=("export", "evaluate.num_draft_tokens")),
     Stage(
         "evaluate",
         evaluate.run,
         inputs=("generate", "export"),
-        config_keys=("evaluate", "train.validation_share"),
+        config_keys=("evaluate", "train.validation_share", "train.start_after"),
         check=evaluate.check,
         after=clean.after_evaluate,
     ),

@@ -35,6 +35,7 @@ from app.storage import Store
 from app.units import size_text, time_text
 
 _LOST_S = 4 * EVERY_S  # silence of a running stage that is worth a word
+BESIDE_TRAIN = ("generate", "quality", "vocab")  # stages that training may run beside
 _LOOK_S = 2.0  # between two looks of `watch` in a terminal
 
 
@@ -58,7 +59,7 @@ def status_lines(run: str, overrides: list[str]) -> list[str]:
         state = _state(stage, ctx, frozenset(redo))
         if state.state != "done":
             redo.add(stage.name)
-            if holder is not None and holder.stage == stage.name:
+            if holder is not None and (holder.stage == stage.name or stage.name in _beside(folder.store, holder)):
                 state = StageState("running", state.reasons if state.state == "stale" else ())
         lines.append(_line(stage.name, state, ctx))
     return [*lines, *_now_lines(folder.store, holder, finished=not redo)]
@@ -73,7 +74,8 @@ def watch(
 ) -> None:
     """Show how a run stands, again and again, until the driver that holds it has gone; for ever where none does.
 
-    Between two looks only manifests and the small files of the running stage are read.
+    Between two looks only manifests and the small files of the running stage are read. A store that fails after the
+    first look is told of and asked again.
 
     Args:
         terminal: each screen takes the place of the last; else a block is shown when something changed.
@@ -85,9 +87,16 @@ def watch(
     folder = RunFolder(config.run_dir, config.storage.options)
     before, seen = "", False
     while True:
-        holder = read_holder(folder.store)
-        lines = [f"run {folder.url}", *_holder_lines(holder), *_stage_lines(folder, holder)]
-        text = "\n".join([*lines, *_now_lines(folder.store, holder, finished=False)])
+        try:
+            holder = read_holder(folder.store)
+            lines = [f"run {folder.url}", *_holder_lines(holder), *_stage_lines(folder, holder)]
+            text = "\n".join([*lines, *_now_lines(folder.store, holder, finished=False)])
+        except (UserError, OSError) as error:
+            if not before:
+                raise
+            show(f"{folder.url} cannot be read for the moment: {first_line(error)}")
+            wait(EVERY_S)
+            continue
         if terminal:
             width = shutil.get_terminal_size().columns
             show("\x1b[H\x1b[2J" + "\n".join(line[:width] for line in text.splitlines()))
@@ -115,23 +124,39 @@ def _stage_lines(folder: RunFolder, holder: Holder | None) -> Iterator[str]:
     """A line per stage that is done or running, nothing compared."""
     for stage in STAGES:
         manifest = folder.manifest(stage.name)
-        if holder is not None and holder.stage == stage.name:
+        if holder is not None and (holder.stage == stage.name or stage.name in _beside(folder.store, holder)):
             yield f"  {stage.name:<9} running"
         elif manifest is not None:
             yield f"  {stage.name:<9} done     {manifest.seconds:>8.1f} s  {manifest.started}"
 
 
+def _beside(store: Store, holder: Holder) -> list[str]:
+    """Stages that the driver has under way beside the one it works on: training, with train.start_after."""
+    live = read_live(store, "train") if holder.stage in BESIDE_TRAIN else None
+    return ["train"] if live is not None and live.at > time.time() - _LOST_S else []
+
+
+def _ended_with(told: dict[str, Live], name: str | None) -> list[str]:
+    """Stages that told of themselves to the end of a run that was stopped, beside stage `name`."""
+    return [other for other in told if name is not None and other != name and told[other].at > told[name].at - _LOST_S]
+
+
 def _now_lines(store: Store, holder: Holder | None, finished: bool) -> list[str]:
     """How the running stage stands, or how far the one came that was stopped; and the room that is left."""
-    told = [(stage.name, live) for stage in STAGES if (live := read_live(store, stage.name)) is not None]
-    name, live = max(told, key=lambda t: t[1].at, default=(None, None))
-    if holder is not None and holder.stage is not None and holder.stage != name:
-        name = live = None  # left by another stage
+    told = {stage.name: live for stage in STAGES if (live := read_live(store, stage.name)) is not None}
+    name = max(told, key=lambda n: told[n].at, default=None)
+    if holder is not None and holder.stage is not None:
+        name = holder.stage  # what others left is old
+    live = told.get(name) if name is not None else None
     lines = []
     if holder is None and (why := _last_stop(store)) is not None:
         lines.append(_told("stopped", why))
     if live is not None:
         lines += _live_lines(str(name), live, holder)
+    beside = _beside(store, holder) if holder is not None else _ended_with(told, name)
+    for other in beside:
+        if other in told:
+            lines += _live_lines(other, told[other], holder)
     if (live is None or live.disk is None) and store.is_local and not finished:
         lines.append(_told("disk left", f"{size_text(space_of(store.root).free)} where the run folder is"))
     return lines

@@ -16,6 +16,7 @@ from typing import Any
 
 import fsspec
 
+from app.checksum import hasher
 from app.errors import UserError
 
 _TEMP_MARK = ".tmp-"
@@ -239,8 +240,12 @@ class Store:
                 self.put(file, inside + file.name)
 
     def sha256(self, path: str) -> str:
-        """Hex digest of the content of `path`."""
-        digest = hashlib.sha256()
+        """Hex SHA-256 of the content of `path`."""
+        return self.checksum(path, "sha256")
+
+    def checksum(self, path: str, kind: str) -> str:
+        """Hex digest of the content of `path`, of one of the kinds of app/checksum.py."""
+        digest = hasher(kind)
         with explained(self.url), self._fs.open(self.full(path), "rb", block_size=_CHUNK) as handle:
             while chunk := handle.read(_CHUNK):
                 digest.update(chunk)
@@ -249,7 +254,10 @@ class Store:
     def delete(self, path: str) -> None:
         """Remove a file or a folder with all it holds; nothing happens where it is absent."""
         with explained(self.url), contextlib.suppress(FileNotFoundError):
-            self._fs.rm(self.full(path), recursive=True)
+            if self.is_local:
+                _remove(self.full(path))  # fsspec's own fails where the process's folder is gone, as a job's may be
+            else:
+                self._fs.rm(self.full(path), recursive=True)
 
     def remove_temporary(self) -> int:
         """Remove files that a killed writer left behind; returns their number."""
@@ -264,6 +272,18 @@ class Store:
                     path.unlink()
                 count += 1
         return count
+
+
+def _remove(path: str) -> None:
+    """A file, or a folder with all it holds, of which others may remove some at the same time."""
+    if not os.path.isdir(path) or os.path.islink(path):
+        os.remove(path)
+        return
+    for _ in range(10):  # one that others empty fails, and so do names that a network's folder has no more
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path)
+        if not os.path.isdir(path):
+            return
 
 
 def file_sha256(path: Path) -> str:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +20,18 @@ class Node:
 
     raylet: int
     name: str  # Ray's id of it
-    started: float  # time.time()
+    started: float  # time.time(), before it was there
 
     def holds(self, pid: int) -> bool:
-        """Whether a living process is this node's worker."""
+        """Whether a living process is this node's worker or agent."""
         return parent_of(pid) == self.raylet
 
     def kill(self) -> None:
-        """As a machine that loses power: its workers follow within seconds."""
-        os.kill(self.raylet, signal.SIGKILL)
+        """As a machine that loses power: raylet, workers and agents at once."""
+        running = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        for pid in [self.raylet, *(pid for pid in running if self.holds(pid))]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def terminate(self) -> None:
         """As `ray stop`, and as a machine that is told to go."""
@@ -42,17 +45,24 @@ class Nodes:
     address: str  # HOST:PORT, of Ray
     env: dict[str, str]  # that reaches it
 
+    @property
+    def env_without_address(self) -> dict[str, str]:
+        """For what is told the address, or must not take it from here."""
+        return {k: v for k, v in self.env.items() if k != "RAY_ADDRESS"}
+
     def add(self, gpus: int = 0, cpus: int = 1, *options: str) -> Node:
         """Start a node with so many logical GPUs, which are numbers to Ray and nothing else."""
         port = free_port()
         line = [
             RAY, "start", f"--address={self.address}", f"--num-cpus={cpus}", f"--num-gpus={gpus}",
             f"--node-manager-port={port}", f"--dashboard-agent-listen-port={free_port()}", "--min-worker-port=0",
-            "--max-worker-port=0", "--object-store-memory=100000000", "--disable-usage-stats", *options,
+            "--max-worker-port=0", "--object-store-memory=100000000", "--disable-usage-stats",
+            f"--temp-dir={self.env['RAY_TMPDIR']}/{port}",  # in one folder the end of one removes packages of all
+            *options,
         ]  # fmt: skip
-        env = {k: v for k, v in self.env.items() if k != "RAY_ADDRESS"}
-        subprocess.run(line, env=env, check=True, capture_output=True, timeout=180)
-        return Node(*_raylet_at(port), time.time())
+        started = time.time()
+        subprocess.run(line, env=self.env_without_address, check=True, capture_output=True, timeout=180)
+        return Node(*_raylet_at(port), started)
 
 
 @contextmanager

@@ -1,17 +1,32 @@
-"""What Ray and KubeRay read of `cluster.yaml` and `deploy/`: checked by Ray's own readers, and field by field."""
+"""What reads `cluster.yaml` and `deploy/`, and what it makes of them.
+
+`ray up` and the autoscaler are Ray's own code. Pods are checked against Kubernetes' own schemas, unknown fields refused
+(kubernetes-validate), the container file by hadolint. KubeRay's definitions are in no package that Python installs: the
+fields of a RayCluster and a RayJob that we use are written down below. They were compared, name by name and type by
+type, with enums and what is required, with the API reference of KubeRay 1.6.2 and the operator's Go types; the rules of
+`test_what_the_operator_refuses` and the lengths of names with its validation (1.4.2, and a main branch after 1.6). A
+field that is not written down is refused, though KubeRay may know it. No operator has read the files here.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.version import Version
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.autoscaler._private.util import prepare_config, validate_config
 
@@ -70,11 +85,12 @@ def test_gpu_nodes_in_the_cloud_come_and_go() -> None:
     assert not any("pip install" in c for kind in ("head", "worker") for c in full[f"{kind}_setup_commands"])
 
 
-# KubeRay. The fields used, with the types that the ray.io/v1 definitions of KubeRay 1.5.1 give them.
+# KubeRay: the fields used, with the types that the ray.io/v1 definitions give them
 
 TEXT = {"type": "string"}
-COUNT = {"type": "integer", "minimum": 0}
+COUNT = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 TEXTS = {"type": "object", "additionalProperties": TEXT}
+POD = {"type": "object"}  # Kubernetes' own, checked below
 
 
 def mapping(required: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
@@ -85,49 +101,22 @@ def listing(item: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": item, "minItems": 1}
 
 
-QUANTITIES = {
-    "type": "object",
-    "additionalProperties": {"type": ["integer", "string"], "pattern": r"^[0-9]+(\.[0-9]+)?(m|[KMGTPE]i?)?$"},
-}
-CONTAINER = mapping(
-    ("name", "image", "resources"),
-    name=TEXT,
-    image=TEXT,
-    ports=listing(mapping(("containerPort",), containerPort=COUNT, name=TEXT)),
-    resources=mapping(("limits", "requests"), limits=QUANTITIES, requests=QUANTITIES),
-    volumeMounts=listing(mapping(("name", "mountPath"), name=TEXT, mountPath=TEXT)),
-)
-VOLUME = mapping(
-    ("name",),
-    name=TEXT,
-    persistentVolumeClaim=mapping(("claimName",), claimName=TEXT),
-    emptyDir=mapping(medium={"enum": ["Memory"]}, sizeLimit=TEXT),
-)
-TEMPLATE = mapping(
-    ("spec",),
-    spec=mapping(
-        ("containers",),
-        containers=listing(CONTAINER),
-        volumes=listing(VOLUME),
-        terminationGracePeriodSeconds=COUNT,
-    ),
-)
 CLUSTER_SPEC = mapping(
     ("rayVersion", "headGroupSpec", "workerGroupSpecs"),
     rayVersion=TEXT,
     authOptions=mapping(("mode",), mode={"enum": ["disabled", "token"]}),
     enableInTreeAutoscaling={"type": "boolean"},
     autoscalerOptions=mapping(idleTimeoutSeconds=COUNT),
-    headGroupSpec=mapping(("template",), rayStartParams=TEXTS, template=TEMPLATE),
+    headGroupSpec=mapping(("rayStartParams", "template"), rayStartParams=TEXTS, template=POD),
     workerGroupSpecs=listing(
         mapping(
-            ("groupName", "minReplicas", "maxReplicas", "template"),
+            ("groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"),
             groupName=TEXT,
             replicas=COUNT,
             minReplicas=COUNT,
             maxReplicas=COUNT,
             rayStartParams=TEXTS,
-            template=TEMPLATE,
+            template=POD,
         )
     ),
 )
@@ -145,7 +134,8 @@ JOB_SPEC = mapping(
 
 
 def resource(kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-    name = {"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
+    longest = {"RayCluster": 53, "RayJob": 47}[kind]  # the operator adds to it for the names of services
+    name = {"type": "string", "pattern": r"^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": longest}
     return mapping(
         ("apiVersion", "kind", "metadata", "spec"),
         apiVersion={"const": "ray.io/v1"}, kind={"const": kind}, metadata=mapping(("name",), name=name), spec=spec,
@@ -168,6 +158,56 @@ def cluster_specs() -> dict[str, dict[str, Any]]:
         "raycluster": read(DEPLOY / "kuberay" / "raycluster.yaml")["spec"],
         "rayjob": read(DEPLOY / "kuberay" / "rayjob.yaml")["spec"]["rayClusterSpec"],
     }
+
+
+@pytest.mark.parametrize("name", ["raycluster", "rayjob"])
+def test_what_the_operator_refuses(name: str) -> None:
+    """Its rules beyond the types of single fields, as far as fields that we use come into them."""
+    spec = cluster_specs()[name]
+    assert Version(spec["rayVersion"]) >= Version("2.52.0")  # for authOptions.mode: token
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    for group in groups:
+        assert group["template"]["spec"]["containers"] and "labels" not in group["rayStartParams"]
+        assert "restartPolicy" not in group["template"]["spec"]  # the autoscaler of Ray 2.47 and newer wants it so
+    for group in groups[1:]:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    assert len({group["groupName"] for group in groups[1:]}) == len(groups) - 1
+    job = read(DEPLOY / "kuberay" / "rayjob.yaml")["spec"]
+    assert job["shutdownAfterJobFinishes"] and job["ttlSecondsAfterFinished"] > 0  # the second needs the first
+    assert job["submissionMode"] != "InteractiveMode" and job["backoffLimit"] > 0
+
+
+@pytest.mark.parametrize("version", ["1.25", "1.37"])
+@pytest.mark.parametrize("name", ["raycluster", "rayjob"])
+def test_kubernetes_knows_every_field_of_a_pod(name: str, version: str) -> None:
+    """By the schemas of its oldest and newest version at hand, which refuse unknown fields, values and kinds."""
+    metadata = read(DEPLOY / "kuberay" / f"{name}.yaml")["metadata"]
+    spec = cluster_specs()[name]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": metadata, "template": group["template"]}
+        assert kubernetes_validate.validate(pod, version, strict=True) == version
+        for wrong in misspelt(pod):
+            with pytest.raises(kubernetes_validate.ValidationError):
+                kubernetes_validate.validate(wrong, version, strict=True)
+
+
+def misspelt(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pod with one thing wrong, a field at each depth."""
+    found = []
+    for change in (
+        lambda p: p["metadata"].update(nam="x"),
+        lambda p: p["template"]["spec"].update(terminationGracePeriodSecond=60),
+        lambda p: p["template"]["spec"].update(terminationGracePeriodSeconds="a minute"),
+        lambda p: p["template"]["spec"]["containers"][0].pop("name"),
+        lambda p: p["template"]["spec"]["containers"][0]["resources"].update(limit={}),
+        lambda p: p["template"]["spec"]["containers"][0]["volumeMounts"][0].pop("mountPath"),
+        lambda p: p["template"]["spec"]["volumes"][0]["persistentVolumeClaim"].pop("claimName"),
+        lambda p: p["template"]["spec"]["volumes"][1]["emptyDir"].update(size="8Gi"),
+    ):
+        wrong = copy.deepcopy(pod)
+        change(wrong)
+        found.append(wrong)
+    return found
 
 
 @pytest.mark.parametrize("name", ["raycluster", "rayjob"])
@@ -236,3 +276,71 @@ def test_the_image_copies_what_there_is_and_installs_what_the_package_names() ->
     assert {"gpu", "s3"} <= project["optional-dependencies"].keys()
     ray = next(r for r in map(Requirement, project["dependencies"]) if r.name == "ray")
     assert ray.extras == {"data", "default", "train"} and ray.specifier.contains(RAY_VERSION)
+
+
+def test_the_files_name_the_locked_versions() -> None:
+    lock = (ROOT / "requirements" / "lock-linux-x86_64-py311-cpu.txt").read_text().splitlines()
+    assert f"ray=={RAY_VERSION}" in lock
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (engine,) = map(Requirement, project["optional-dependencies"]["gpu"])
+    (tested,) = map(Requirement, project["optional-dependencies"]["cpu"])
+    assert engine.specifier.contains(next(iter(tested.specifier)).version)
+    files = [path.read_text() for path in DEPLOY.rglob("*") if path.is_file()]
+    assert {tag for text in files for tag in re.findall(r"REGISTRY/draftmill:(\S+)", text)} == {project["version"]}
+
+
+# Debian's packages and those of the index are the newest that fit: the image is built for their fixes as well.
+UNPINNED = ("DL3008", "DL3013")
+
+
+def hadolint(text: str) -> subprocess.CompletedProcess[str]:
+    """The linter's reading of a container file, ShellCheck's of its commands included; exit 0: nothing to say."""
+    program = Path(sys.executable).parent / "hadolint"
+    ignored = [word for rule in UNPINNED for word in ("--ignore", rule)]
+    return subprocess.run(
+        [program, "--no-color", "--failure-threshold", "style", *ignored, "-"],
+        input=text, capture_output=True, text=True, check=False, env={},
+    )  # fmt: skip
+
+
+def test_the_container_file_is_sound() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    done = hadolint(text)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "DL3066" in hadolint(text.replace("USER 1000", "USER ray")).stdout
+    assert "SC1072" in hadolint(text.replace('".[gpu,s3]"', '".[gpu,s3]')).stdout  # a quote that is not closed
+    assert hadolint(text.replace("WORKDIR /opt", "WORKDR /opt")).returncode != 0
+
+
+STAND_INS = """#!{python}
+import os, subprocess, sys
+name, *words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+if name == "pip" and words[0] == "install":
+    build = "-m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir".split()
+    subprocess.check_call([sys.executable, *build, "{out}", "."])
+"""
+
+
+def test_the_image_installs_the_code_that_was_copied(tmp_path: Path) -> None:
+    """Its copying and builds in their order, without packages that are not ours: the last wheel is whole."""
+    stage, programs, out = (tmp_path / name for name in ("stage", "bin", "wheels"))
+    for folder in (stage, programs, out):
+        folder.mkdir()
+    for name in ("pip", "chown"):
+        (programs / name).write_text(STAND_INS.format(python=sys.executable, out=out))
+        (programs / name).chmod(0o755)
+    for word, rest in instructions():
+        if word == "COPY":
+            *sources, target = rest.split()
+            for source in sources:
+                if (ROOT / source).is_dir():
+                    shutil.copytree(ROOT / source, stage / target, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    shutil.copy2(ROOT / source, stage / target)
+        elif word == "RUN" and "pip " in rest:
+            path = f"{programs}:{os.environ['PATH']}"
+            subprocess.run(["sh", "-ec", rest], cwd=stage, env={**os.environ, "PATH": path}, check=True)
+    (wheel,) = out.glob("draftmill-*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        for path in (ROOT / "app").rglob("*.py"):
+            assert packed.read(str(path.relative_to(ROOT))) == path.read_bytes(), path

@@ -1,4 +1,4 @@
-"""Nodes join, are told to go, and die while a run works: a real cluster of several raylets on this machine."""
+"""What a node is asked before it gets engines, at the start and when it joins."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,147 +19,22 @@ from app.errors import UserError
 from app.newcomers import Newcomers
 from app.node_target import target_here
 from app.nodes import look_at
-from app.parts import PARTS
 from app.plan.hardware import GIB
 from app.preflight import Demand, check_nodes, differing
 from app.sizing import Cluster, Engines, Need, check_engines, choose, see_cluster
 from app.storage import Store
 from app.target import TargetInfo
 from app.train.stage import _resources as worker_resources
-from tests.pipelines.test_generate_faults import check_sums, wait_until
-from tests.ray_head import RAY
-from tests.ray_nodes import Node, Nodes, running_nodes
-from tests.runs import ROOT, draftmill, prompts, save_config, tiny_config, write_rows
+from tests.pipelines.test_generate_faults import wait_until
+from tests.ray_nodes import Nodes, running_nodes
+from tests.runs import ROOT
 from tests.test_preflight import GB, INSIDE, ROOMY
-
-JOINED_S = 60.0  # in which a node that joined must be working
-FLIGHT, ROWS = 2, 10  # parts an engine works on at once, rows of a part
-PARTS_IN_ALL = 150
-WORK = '--resources={"WORK": 1}'  # a node of the kind that engines ask for
-
-
-@dataclass
-class Run:
-    """A driver on the cluster, and what its simulated engines have written."""
-
-    folder: Path
-    log: Path
-    said: Path
-    driver: subprocess.Popen[str]
-    refused: int
-    homes: dict[int, str] = field(default_factory=dict)  # engine -> node, as seen while it lived
-
-    def answers(self, **nodes: Node) -> Counter[str]:
-        """Requests answered by the engines of each node; those of engines that were not seen on one of `nodes`, in
-        this call or earlier, by ``."""
-        counts: Counter[str] = Counter()
-        for pid, _ in self._lines():
-            if pid not in self.homes and (home := [name for name, node in nodes.items() if node.holds(pid)]):
-                self.homes[pid] = home[0]
-            counts[self.homes.get(pid, "")] += 1
-        return counts
-
-    def settled(self, node: str) -> int:
-        """The node's answers, once two and a half seconds have brought no further one."""
-        before = -1
-        while before != (now := self.answers()[node]):
-            before = now
-            time.sleep(2.5)
-        return now
-
-    def first_answer(self, node: str) -> float:
-        """When the first request was taken up on `node`, as time.time()."""
-        return min(begun for pid, begun in self._lines() if self.homes.get(pid) == node)
-
-    def _lines(self) -> list[tuple[int, float]]:
-        words = [line.split() for line in self.log.read_text().splitlines()] if self.log.exists() else []
-        return [(int(pid), float(begun)) for pid, begun, _ in words]
-
-    def commits(self) -> dict[str, int]:
-        """Committed parts, with the time each was written."""
-        return {p.name: p.stat().st_mtime_ns for p in (self.folder / PARTS).glob("part-?????.json")}
-
-    def until(self, what: Callable[[], Any]) -> None:
-        """Wait for it; the run must be under way then."""
-        wait_until(lambda: bool(what()) or self.driver.poll() is not None)
-        assert self.driver.poll() is None, self.said.read_text()[-3000:]
-
-
-@contextmanager
-def a_run(config: Config, folder: Path, nodes: Nodes) -> Iterator[Run]:
-    command = [sys.executable, "-m", "app", "generate", str(save_config(config, folder / "c.yaml"))]
-    with (folder / "said").open("w") as out:
-        driver = subprocess.Popen(command, cwd=ROOT, env=environment(nodes), stderr=out, text=True)
-    refused = sum("of day 17" in row["prompt"] for row in prompts(ROWS * PARTS_IN_ALL))
-    try:
-        yield Run(Path(config.run_dir), folder / "log", folder / "said", driver, refused)
-    finally:
-        driver.kill()
-        driver.wait()
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     with running_nodes("--num-cpus=1") as cluster:
         yield cluster
-
-
-def environment(nodes: Nodes) -> dict[str, str]:
-    return {k: v for k, v in nodes.env.items() if k != "RAY_ADDRESS"}
-
-
-def told_to_go(nodes: Nodes, node: Node) -> None:
-    """The notice that a spot instance gets, with 30 seconds to leave, by Ray's own command on that node."""
-    line = [
-        RAY, "drain-node", f"--address={nodes.address}", f"--node-id={node.name}",
-        "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot", "--deadline-remaining-seconds=30",
-    ]  # fmt: skip
-    subprocess.run(line, env=environment(nodes), check=True, capture_output=True, timeout=60)
-
-
-@pytest.mark.cluster
-@pytest.mark.timeout(400)
-def test_f30_nodes_join_are_told_to_go_and_die_and_every_row_is_made_once(
-    tiny: Path, tmp_path: Path, nodes: Nodes
-) -> None:
-    config = tiny_config(
-        tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(ROWS * PARTS_IN_ALL)),
-        generate__engine="tests.simulated:SimulatedEngine",
-        generate__engine_args={
-            "SIM_PART_S": 1.0, "SIM_ROWS": ROWS, "SIM_LOG": str(tmp_path / "log"), "SIM_FAST": str(tmp_path / "fast"),
-            "SIM_REFUSES": "of day 17",
-        },
-        generate__parts_in_flight=FLIGHT, generate__resources={"WORK": 1}, generate__max_error_share=0.1,
-        ray__address=nodes.address,
-    )  # fmt: skip
-    first, spot = nodes.add(1, 1, WORK), nodes.add(1, 1, WORK)
-    with a_run(config, tmp_path, nodes) as run:
-        run.until(lambda: min(run.answers(first=first)["first"], run.answers(spot=spot)["spot"]) > ROWS)
-
-        other = nodes.add(1, 1)  # a GPU of another kind
-        late = nodes.add(1, 1, WORK)
-        run.until(lambda: run.answers(late=late, other=other)["late"] > ROWS)
-        assert run.first_answer("late") - late.started < JOINED_S
-
-        told_to_go(nodes, spot)  # its parts in flight are finished, and it gets no more
-        run.until(lambda: "is told to go" in run.said.read_text())
-        finished = run.settled("spot")
-        assert finished % ROWS == 0
-        spot.terminate()
-
-        kept = run.commits()
-        assert f"/{PARTS_IN_ALL} parts" in draftmill("status", str(run.folder)).stdout
-        late.kill()
-        run.until(lambda: run.said.read_text().count(" left; its parts in flight are made again") == 2)
-        (tmp_path / "fast").touch()
-        assert run.driver.wait(120) == 0, run.said.read_text()[-3000:]
-    check_sums(config, ROWS * PARTS_IN_ALL, {"simulated": run.refused})
-    assert kept.items() <= run.commits().items()
-    answers = run.answers(first=first)
-    assert answers["spot"] == finished and not answers["other"]
-    assert 0 <= answers.total() - ROWS * PARTS_IN_ALL <= FLIGHT * ROWS  # made again: what the killed node had in flight
-    said = run.said.read_text()
-    assert "joined with 1 GPUs and 1 CPUs" in said and "has not what an engine asks for, and gets none" in said
 
 
 @pytest.mark.cluster
@@ -172,7 +44,7 @@ def test_f39_a_node_that_lacks_the_target_joins_and_gets_no_engine(nodes: Nodes,
     code = "import sys; from tests.test_nodes import join_without_the_target as j; j(*sys.argv[1:])"
     done = subprocess.run(
         [sys.executable, "-c", code, nodes.address, str(tmp_path)],
-        cwd=ROOT, env=environment(nodes), capture_output=True, text=True, timeout=150,
+        cwd=ROOT, env=nodes.env_without_address, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     [sentence] = [line for line in done.stderr.splitlines() if "gets no engine" in line]
@@ -199,12 +71,12 @@ def join_without_the_target(address: str, folder: str) -> None:
     wait_until(lambda: free() == before)
     assert see_cluster({"OTHER": 1}).gpus == (2,) and see_cluster({"OTHER": 2}).engines(1) == 1
     assert see_cluster({"NONE": 1}).gpus == ()
-    asked = worker_resources(a_config(train={"workers": 2, "resources": {"OTHER": 1}}), use_gpu=True)
+    asked = worker_resources(a_config(train={"workers": 2, "resources": {"OTHER": 1}}), use_gpu=True, beside=False)
     assert asked == {"GPU": 1, "CPU": 1, "OTHER": 1}
     with pytest.raises(UserError, match=r"train\.workers is 3 and the nodes with {'OTHER': 1.0} have 2 GPUs"):
-        worker_resources(a_config(train={"workers": 3, "resources": {"OTHER": 1}}), use_gpu=True)
+        worker_resources(a_config(train={"workers": 3, "resources": {"OTHER": 1}}), use_gpu=True, beside=False)
     with pytest.raises(UserError, match=r"no node has what train\.resources asks for, {'NONE': 1.0}"):
-        worker_resources(a_config(train={"resources": {"NONE": 1}}), use_gpu=True)
+        worker_resources(a_config(train={"resources": {"NONE": 1}}), use_gpu=True, beside=False)
 
 
 # What a node is asked

@@ -25,6 +25,7 @@ from app.parts import (
     SAMPLE_SCHEMA,
     PartEntry,
     committed_parts,
+    entry_fault,
     part_name,
     read_entry,
     remove_conversations,
@@ -145,7 +146,7 @@ def test_a_sample_comes_back_as_it_was_encoded(tmp_path: Path, codec: str, compr
     store = Store(str(tmp_path))
     entry = write(store, codec, compression)
     assert read_entry(store, 0) == entry
-    assert (entry.codec, entry.compression, entry.format_version) == (codec, compression, 2)
+    assert (entry.codec, entry.compression, entry.format_version) == (codec, compression, 3)
     reader = reader_of(store, entry)
     for i, (prompt, answer) in enumerate(LENGTHS):
         sample, row = reader[i], sample_row(i, prompt, answer)
@@ -369,16 +370,34 @@ def test_a_conversation_leaves_a_version_1_part(tmp_path: Path) -> None:
     old = read_entry(store, 0)
     assert old is not None
     done = remove_conversations(store, old, {f"{1:024x}"}, "new")
-    assert (done.format_version, done.samples, done.key) == (2, 4, "new")
+    assert (done.format_version, done.samples, done.key) == (3, 4, "new")
     assert same(reader_of(store, done)[1].aux, expected(2, *LENGTHS[2], "bf16")[0])
+
+
+def test_a_part_with_sha256_checksums_counts_and_its_damage_is_seen(tmp_path: Path) -> None:
+    """As versions 1 and 2 wrote them."""
+    store = Store(str(tmp_path))
+    entry = write(store)
+    files = {
+        kind: {"name": f["name"], "size": f["size"], "sha256": store.sha256(f"{PARTS}/{f['name']}")}
+        for kind, f in entry.files.items()
+    }
+    store.write_json(f"{PARTS}/part-00000.json", sealed({**entry.__dict__, "files": files, "format_version": 2}))
+    old = read_entry(store, 0)
+    assert old is not None and entry_fault(store, old, old.key, "checksum") is None
+    path = states_path(store, old)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert "does not match its checksum" in str(entry_fault(store, old, old.key, "checksum"))
 
 
 def test_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     entry = write(store)
-    store.write_json(f"{PARTS}/part-00000.json", sealed({**entry.__dict__, "format_version": 3}))
+    store.write_json(f"{PARTS}/part-00000.json", sealed({**entry.__dict__, "format_version": 4}))
     with pytest.raises(
-        UserError, match=r"part-00000\.json has format version 3 and this draftmill reads versions up to 2"
+        UserError, match=r"part-00000\.json has format version 4 and this draftmill reads versions up to 3"
     ):
         committed_parts(store, {0: "k"}, "checksum")
 

@@ -185,6 +185,24 @@ def test_a_row_of_a_log_is_private_by_itself(tiny: Path, tmp_path: Path) -> None
     assert kept and all(s.spans is None for r in kept for s in r.samples)
 
 
+@pytest.mark.parametrize(("private", "shown"), [(False, False), (True, False), ("never", True)])
+def test_named_columns_leave_a_log_private_unless_the_person_says_never(
+    tiny: Path, tmp_path: Path, private: bool | str, shown: bool
+) -> None:
+    row = {"request": {"model": "m", "messages": [{"role": "user", "content": "hidden-a"}]}, "ask": "hidden-b"}
+    broken = {**row, "ask": [{"role": "hidden-c", "content": "x"}]}
+    config = config_of(tiny, tmp_path, [row, broken], columns={"prompt": "ask"}, private=private)
+    views = preview(config, 5)
+    assert ("hidden-b" in text_of(views, config)) is shown
+    assert "hidden-c" not in text_of(views, config) and views[0].rows[1].reason == "unknown_role"
+    ctx = context(config)
+    ingest.run(ctx)
+    assert [r["private"] for r in read_ingest_part(ctx.run.store, 0)] == [not shown]
+    assert "hidden" not in ctx.run.store.read_bytes(ingest.REJECTS).decode()
+    plain = config_of(tiny, tmp_path, [{"ask": "shown-a"}], columns={"prompt": "ask"}, private=False)
+    assert "shown-a" in text_of(preview(plain, 1), plain)
+
+
 def test_nothing_of_a_row_steers_the_terminal_or_the_page(tiny: Path, tmp_path: Path) -> None:
     config = config_of(tiny, tmp_path, [{"prompt": "a\x1b[2J\u202eb<script>alert(1)</script>"}], name="<b>s</b>")
     views = preview(config, 1)
@@ -232,6 +250,23 @@ def test_the_command_line(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.run(["preview", path, "sources.0.use=regenerate", "--html", str(tmp_path / "p.html")]) == 0
     assert "regenerate" in (tmp_path / "p.html").read_text()
     assert not (tmp_path / "run").exists()  # looking makes no run
+
+
+@pytest.mark.parametrize("page", [False, True])
+def test_it_fails_where_every_row_is_rejected(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet_log: None, page: bool
+) -> None:
+    bad = [{"text": "a"}, {"messages": []}, {"text": "b"}]
+    path = str(save_config(config_of(tiny, tmp_path, bad), tmp_path / "c.yaml"))
+    target = tmp_path / "p.html"
+    assert cli.run(["preview", path, *(["--html", str(target)] if page else [])]) == 1
+    told = capsys.readouterr()
+    assert "rejected: no_turns" in (target.read_text() if page else told.out)  # it is shown all the same
+    said = "draftmill: error: none of the 3 rows looked at would be kept, 2 of them for unknown_shape; "
+    assert told.err.startswith(said) and told.err.count("\n") == 1
+    path = str(save_config(config_of(tiny, tmp_path, [*bad, {"prompt": "good"}]), tmp_path / "c.yaml"))
+    assert cli.run(["preview", path]) == 0 and not capsys.readouterr().err
+    assert cli.run(["preview", path, "--rows", "3"]) == 1  # of those that were looked at
 
 
 @pytest.mark.parametrize(

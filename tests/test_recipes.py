@@ -74,7 +74,7 @@ def test_kimis_hundred_thousand() -> None:
 
 def test_own_conversations_are_private_and_a_tenth() -> None:
     config = loaded("kimi-k2.5-own")
-    own = [s for s in config.sources if s.private]
+    own = [s for s in config.sources if s.private is True]
     general = sum(s.count or 0 for s in config.sources if not s.private)
     assert len(own) == 1 and 500 <= (own[0].count or 0) <= 1000
     assert 5_000 <= general <= 10_000

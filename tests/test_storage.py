@@ -32,6 +32,24 @@ def test_round_trip_list_and_delete(store: Store) -> None:
     assert not store.exists("a/b/x.json")
 
 
+def test_a_folder_goes_whatever_others_do_meanwhile(tmp_path: Path) -> None:
+    """As in a submitted job whose own folder Ray has removed, beside an engine that ends."""
+    store = Store(str(tmp_path))
+    unlink = os.unlink
+
+    def beaten(path: str, *, dir_fd: int | None = None) -> None:
+        unlink(path, dir_fd=dir_fd)
+        if path == "0":
+            raise FileNotFoundError(path)
+
+    for name in range(4):
+        store.write_bytes(f"attempts/{name}", b"x")
+    with mock.patch("os.unlink", beaten), mock.patch("os.getcwd", side_effect=FileNotFoundError):
+        store.delete("attempts")
+        store.delete("attempts")
+    assert not store.exists("attempts")
+
+
 def test_a_killed_writer_leaves_no_half_file(tmp_path: Path) -> None:
     store = Store(str(tmp_path))
     store.write_bytes("x.bin", b"old")

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from app.config import Config, RayConfig
 from app.engine.board import RESTS, STARTS, STORES, WORKS, Load, Member
 from app.engine.progress import RowCounter, Standing
 from app.engine.watch import SLOWER, Limit, Watch, stuck
+from app.errors import UserError
 from app.live import Live, forget, live_path, read_live, tell
 from app.metrics import METRICS, Meter
 from app.parts import PartEntry
@@ -34,7 +35,7 @@ from app.stages import stages_up_to
 from app.status import status_lines, watch
 from app.storage import Store
 from app.train.pulse import FAULT, Pulse
-from tests.runs import ROOT, context, prompts, save_config, tiny_config, write_rows
+from tests.runs import ROOT, Command, context, prompts, save_config, tiny_config, write_rows
 from tests.simulated import outcome_of
 from tools import grafana_dashboard
 
@@ -218,8 +219,11 @@ def begun(tiny: Path, tmp_path: Path) -> Path:
 
 def hold(run: Path, stage: str) -> None:
     """As a driver elsewhere would."""
-    about = {"pid": 5, "host": "head:boot", "heartbeat": time.time(), "timeout_s": 60, "stage": stage, "token": "t"}
-    (run / "lease.json").write_text(json.dumps(about))
+    (run / "lease.json").write_text(json.dumps(holder(stage)))
+
+
+def holder(stage: str) -> dict[str, Any]:
+    return {"pid": 5, "host": "head:boot", "heartbeat": time.time(), "timeout_s": 60, "stage": stage, "token": "t"}
 
 
 def test_status_says_how_a_running_stage_stands(begun: Path) -> None:
@@ -274,6 +278,107 @@ def test_watching_ends_with_the_driver(begun: Path) -> None:
     watch(str(begun), [], shown.append, True, wait)
     assert "1/3 parts" in shown[0] and "2/3 parts" in shown[1] and shown[0].startswith("\x1b[H")
     assert len(shown) == 3 and "running" not in shown[2]
+
+
+# A run folder in an object store
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A run in it, and the driver's hand elsewhere: what it writes is unknown to this process's file system."""
+
+    url: str
+
+    def write(self, path: str, data: dict[str, Any] | None) -> None:
+        """None: delete it."""
+        import boto3
+
+        bucket, _, root = self.url.removeprefix("s3://").partition("/")
+        client, key = boto3.client("s3"), f"{root}/{path}"
+        if data is None:
+            client.delete_object(Bucket=bucket, Key=key)
+        else:
+            client.put_object(Bucket=bucket, Key=key, Body=json.dumps(data).encode())
+
+    def hold(self, stage: str) -> None:
+        self.write("lease.json", holder(stage))
+
+    def tell(self, stage: str, live: Live) -> None:
+        self.write(live_path(stage), asdict(live))
+
+
+@pytest.fixture
+def far(tiny: Path, tmp_path: Path, s3: str) -> Bucket:
+    """A run folder with ingest done, of a driver that was interrupted once."""
+    config = tiny_config(tiny, f"{s3}/folder/run", write_rows(tmp_path / "r.jsonl", prompts(25)))
+    run_pipeline(config, stages_up_to("ingest"))
+    return Bucket(config.run_dir)
+
+
+def test_status_of_a_run_in_a_bucket(far: Bucket, draftmill_here: Command) -> None:
+    idle = draftmill_here("status", far.url)
+    assert idle.returncode == 0, idle.stderr
+    lines = idle.stdout.splitlines()
+    assert lines[0] == f"run {far.url}" and re.match(r"  ingest +done ", lines[1])
+    assert "disk left" not in idle.stdout  # there is none
+    far.hold("generate")
+    far.tell("generate", Live("1/3 parts", "2 engines start", ["part 1 is slow"], ["3 rows"], ["engine a"]))
+    said = draftmill_here("status", f"{far.url}/").stdout  # as people write a folder
+    assert re.search(r"running: pid 5 on head, last heartbeat \d+ s ago\n", said)
+    assert "0 of 3 parts are committed" in said and re.search(r"  generate +running", said)
+    assert re.search(r"  now +generate: 1/3 parts \(\d+ s ago\)\n  waits for 2 engines start\n", said)
+    far.write("lease.json", None)
+    far.write("logs/driver-99999999T000000-1.log", {"any": "thing"})
+    assert "  came to   generate: 1/3 parts" in draftmill_here("status", far.url).stdout
+
+
+def test_watching_a_run_in_a_bucket_sees_what_others_write(far: Bucket) -> None:
+    far.hold("generate")
+    far.tell("generate", Live("1/3 parts"))
+    shown: list[str] = []
+
+    def wait(seconds: float) -> None:
+        if len(shown) == 1:
+            far.tell("generate", Live("2/3 parts"))
+        elif len(shown) == 2:
+            far.hold("vocab")
+            far.write(live_path("generate"), None)
+        else:
+            far.write("lease.json", None)
+
+    watch(far.url, [], shown.append, False, wait)
+    assert ["1/3 parts" in shown[0], "2/3 parts" in shown[1]] == [True, True]
+    assert "vocab     running" in shown[2] and " now " not in shown[2]
+    assert len(shown) == 4 and "running" not in shown[3]
+
+
+def test_watching_endures_a_store_that_fails_for_a_while(far: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    far.hold("generate")
+    shown: list[str] = []
+    read = Store.read_bytes
+
+    def fails(store: Store, path: str) -> bytes:
+        raise UserError("the store cannot be reached")
+
+    def wait(seconds: float) -> None:
+        monkeypatch.setattr(Store, "read_bytes", fails if len(shown) == 1 else read)
+        if len(shown) == 3:
+            far.write("lease.json", None)
+
+    watch(far.url, [], shown.append, False, wait)
+    assert shown[1] == f"{far.url} cannot be read for the moment: the store cannot be reached"
+    assert "running: pid 5" in shown[0] and "running" not in shown[-1]
+    monkeypatch.setattr(Store, "read_bytes", fails)
+    with pytest.raises(UserError, match="cannot be reached"):
+        watch(far.url, [], shown.append, False, wait)
+
+
+def test_a_place_in_a_bucket_without_a_run_is_a_sentence(s3: str, draftmill_here: Command) -> None:
+    for flags in ((), ("--watch",)):
+        done = draftmill_here("status", f"{s3}/nothing", *flags)
+        assert done.returncode == 1 and f"{s3}/nothing is no run folder: it has no config.yaml" in done.stderr
+        done = draftmill_here("status", "s3://elsewhere/run", *flags)
+        assert done.returncode == 1 and "Traceback" not in done.stderr and "s3://elsewhere/run" in done.stderr
 
 
 # Training that stands still

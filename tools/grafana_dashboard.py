@@ -15,6 +15,7 @@ from app.metrics import METRICS
 _UID = "draftmillDashboard"
 _WHERE = '{SessionName=~"$SessionName",run=~"$run"}'
 _WIDTH, _HEIGHT, _A_ROW = 12, 8, 2
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}  # a plain name is what Grafana read before schema version 33
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
         for i, (text, legend) in enumerate(panel.queries)
     ]
     return {
-        "id": number + 1, "type": "timeseries", "title": panel.title, "datasource": "${datasource}", "gridPos": place,
+        "id": number + 1, "type": "timeseries", "title": panel.title, "datasource": _SOURCE, "gridPos": place,
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []}, "targets": targets,
     }  # fmt: skip
 
@@ -83,7 +84,7 @@ def _variable(label: str) -> dict[str, Any]:
     """A choice among the values of `label` that any of our metrics has."""
     text = f'label_values({{__name__=~"ray_draftmill_.*"}}, {label})'
     return {
-        "name": label, "type": "query", "datasource": "${datasource}", "definition": text,
+        "name": label, "type": "query", "datasource": _SOURCE, "definition": text,
         "query": {"query": text, "refId": "StandardVariableQuery"}, "refresh": 2, "hide": 0, "includeAll": True,
         "multi": False, "allValue": ".*", "sort": 2,
         "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
@@ -94,7 +95,7 @@ def dashboard() -> dict[str, Any]:
     """What Grafana is to read."""
     source = {
         "name": "datasource", "type": "datasource", "query": "prometheus", "refresh": 1, "hide": 2, "includeAll": False,
-        "multi": False, "current": {"selected": False},
+        "multi": False,
     }  # fmt: skip
     return {
         "title": "draftmill", "uid": _UID, "version": 1, "schemaVersion": 39, "editable": True, "graphTooltip": 1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,9 @@ def differences(baseline: Sequence[list[int]], draft: Sequence[list[int]]) -> li
     """
     found = []
     for number, (a, b) in enumerate(zip(baseline, draft, strict=True)):
-        if a == b:
+        first = first_difference(a, b)
+        if first is None:
             continue
-        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         found.append(
             {
                 "prompt": number,
@@ -29,6 +29,31 @@ def differences(baseline: Sequence[list[int]], draft: Sequence[list[int]]) -> li
             }
         )
     return found
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Position of the first token that differs, where the shorter ends if it begins the other; None: they are equal."""
+    if list(a) == list(b):
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def stored(row: Mapping[str, Any], baseline: list[int] | None, draft: list[int]) -> dict[str, Any]:
+    """A line of `bench/outputs.jsonl`; `baseline` is None where nothing was served without the draft.
+
+    Of a private row it holds how long the two outputs are and where they part, and no token: no hash either, since a
+    short answer is guessed from one.
+    """
+    line: dict[str, Any] = {"sample_id": row["sample_id"], "domain": row["domain"]}
+    if not row["private"]:
+        return {**line, "baseline": baseline, "draft": draft}
+    return {
+        **line,
+        "private": True,
+        "baseline_tokens": None if baseline is None else len(baseline),
+        "draft_tokens": len(draft),
+        "first_difference": None if baseline is None else first_difference(baseline, draft),
+    }
 
 
 def same_distribution(

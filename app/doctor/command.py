@@ -8,11 +8,11 @@ import logging
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from app.doctor.checklist import SECTIONS, walk
 from app.doctor.facts import Facts
-from app.doctor.finding import Line
+from app.doctor.finding import Line, State
 from app.errors import UserError
 from app.pipeline import StageContext
 from app.runfolder import RunFolder
@@ -42,7 +42,7 @@ class DoctorReport:
         return not self.failures
 
     def to_json(self) -> dict[str, Any]:
-        counts = {s: sum(x.finding.state == s for x in self.lines) for s in ("passed", "failed", "not applicable")}
+        counts = {s: sum(x.finding.state == s for x in self.lines) for s in get_args(State)}
         return {
             "run": self.run,
             "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -71,7 +71,8 @@ class DoctorReport:
     def verdict(self) -> str:
         """One sentence."""
         counts = self.to_json()["counts"]
-        said = f"{counts['passed']} passed, {counts['failed']} failed, {counts['not applicable']} not applicable"
+        names = {"advice": "with advice"}
+        said = ", ".join(f"{count} {names.get(state, state)}" for state, count in counts.items())
         if self.passes:
             return said
         causes = dict.fromkeys(str(line.finding.cause) for line in self.failures)

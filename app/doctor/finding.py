@@ -34,7 +34,7 @@ RESTARTED = "schedule begun again"
 COUNTS = "wrong counts"
 DAMAGED = "damaged file"
 
-State = Literal["passed", "failed", "not applicable"]
+State = Literal["passed", "advice", "failed", "not applicable"]
 
 
 class NotApplicable(Exception):
@@ -52,8 +52,8 @@ class Finding:
 
 
 def passed(evidence: str, note: str = "") -> Finding:
-    """Right; `note` is what a person may still want to do."""
-    return Finding("passed", evidence, note)
+    """Nothing is wrong; with a `note`, what a person may still want to do, the line is advice."""
+    return Finding("advice" if note else "passed", evidence, note)
 
 
 def failed(cause: str, evidence: str, next_step: str) -> Finding:

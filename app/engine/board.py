@@ -5,7 +5,9 @@ Nothing waits for that actor, and a run whose actor is lost goes on without it. 
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -107,9 +109,15 @@ def start_board() -> Any:
     return ray.remote(named).options(num_cpus=0, scheduling_strategy=here).remote()
 
 
-def end_board(board: Any) -> None:
-    """End the small actor: what Ray Data keeps of a finished dataset holds its handle, and it would stay."""
-    if board is not None:
-        import ray
+@contextlib.contextmanager
+def ending(board: Any) -> Iterator[None]:
+    """End the small actor with the block, however that ends: what Ray Data keeps of a dataset holds its handle, and it
+    would stay as long as the driver."""
+    try:
+        yield
+    finally:
+        if board is not None:
+            import ray
 
-        ray.kill(board)
+            with contextlib.suppress(Exception):  # the cluster may be lost, and it with that
+                ray.kill(board)

@@ -155,7 +155,7 @@ class PartWorker:
             await self._drop(writing)
             results = [([], unchecked) if r["id"] == chosen else a for r, a in zip(rows, results, strict=True)]
             writing = asyncio.create_task(self._write(part, key, rows, results, seconds))
-        entry = await writing
+        entry = replace(await writing, writer=self._reports.writer())
         write = partial(write_entry, self._store, entry, self._config.sync)
         await asyncio.to_thread(persistently, write, self._store.url)
         return entry

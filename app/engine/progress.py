@@ -7,6 +7,7 @@ writes a line every 15 seconds. A run whose small actor is lost goes on with lin
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import os
 import socket
@@ -119,6 +120,11 @@ class Reports:
         self._steps = self._told_rows = self._told_tokens = 0
         if board is not None:
             threading.Thread(target=self._tell, name="draftmill-progress", daemon=True).start()
+
+    def writer(self) -> dict[str, Any]:
+        """Who commits a part now, as its entry tells it."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        return {"host": self._self.host, "node": self._self.node, "pid": self._self.pid, "at": now}
 
     def look(self) -> Member:
         """How the engine stands; a step of the engine since the last look is a sign of life."""

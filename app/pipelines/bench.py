@@ -18,7 +18,7 @@ from app.bench.engine import ServeSpec, refuse_owned_args, serve
 from app.bench.form import other_form
 from app.bench.intervals import acceptance_intervals
 from app.bench.measure import Ask, Done, Job, Served, Templates, do
-from app.bench.outputs import same_distribution
+from app.bench.outputs import same_distribution, stored
 from app.bench.server import RunningServer
 from app.bench.sets import read_sets, set_digests
 from app.bench.settings import acceptance, compare, cost, intervals, joined
@@ -34,6 +34,7 @@ from app.target import load_tokenizer
 
 log = logging.getLogger("draftmill")
 _DOMAIN, _SET = "domain ", "set "
+_SHORT = ("acceptance_length", "interval", "acceptance_per_position")
 
 # Does a job with this many draft tokens, 0: without the draft; None: there is nothing that could.
 Serve = Callable[[int, Job], Done | None]
@@ -97,6 +98,20 @@ def run(ctx: StageContext) -> StageResult:
     return StageResult(outputs=["bench/bench.json", "bench/outputs.jsonl"], counts=result)
 
 
+def served_alone(ctx: StageContext) -> float:
+    """Acceptance length of the exported draft at `evaluate.num_draft_tokens` on the held-out prompts, no baseline.
+
+    Raises:
+        UserError: as `run`.
+    """
+    rows, k = _held_out(ctx, load_entries(ctx)), ctx.config.evaluate.num_draft_tokens
+    templates = _templates(ctx)
+    asks = [templates.ask(r["prompt_ids"], n) for n, r in enumerate(rows)]
+    done = _engines(ctx)(k, Job(asks, ctx.config.bench.concurrencies[:1], 1, templates))
+    assert done is not None
+    return float(acceptance(done.cells[0], k)["acceptance_length"])
+
+
 def _held_out(ctx: StageContext, entries: list[PartEntry]) -> list[dict[str, Any]]:
     """The rows of every held-out prompt that the target answers anew."""
     split = load_split(ctx.run.store, entries, ctx.config)
@@ -132,6 +147,13 @@ def _result(
         "max_new_tokens": _limit(ctx),
         "served_by": "our vLLM" if bench.server is None else bench.server,
         "domains": _domains(rows, first, head["num_draft_tokens"], config.evaluate.bootstrap, bench.seed),
+        "by_draft_tokens": {
+            str(k): {
+                **{name: cells[n * len(done.cells)][name] for name in _SHORT},
+                "domains": _domains(rows, done, k, config.evaluate.bootstrap, bench.seed),
+            }
+            for n, (k, done) in enumerate(dones)
+        },
         "sets": _sets(baseline, first, head["num_draft_tokens"], bench.temperature > 0),
         "distribution_test": _distribution_test(ctx, baseline, first),
         "sweep": [{n: v for n, v in c.items() if n != "mismatch_examples"} for c in cells],
@@ -348,10 +370,7 @@ def _write(
 ) -> None:
     ours = done.cells[0].outputs
     theirs: Sequence[list[int] | None] = baseline.cells[0].outputs if baseline is not None else [None] * len(ours)
-    lines = [
-        {"sample_id": r["sample_id"], "domain": r["domain"], "baseline": a, "draft": b}
-        for r, a, b in zip(rows, theirs, ours, strict=True)
-    ]
+    lines = [stored(r, a, b) for r, a, b in zip(rows, theirs, ours, strict=True)]
     ctx.run.store.write_json("bench/bench.json", result)
     ctx.run.store.write_bytes("bench/outputs.jsonl", "".join(json.dumps(x) + "\n" for x in lines).encode())
 

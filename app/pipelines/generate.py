@@ -16,12 +16,14 @@ from typing import Any
 
 from app.budget import STOPPED_BY, Budget, stopped_words
 from app.captured import TARGET_TOKENIZER, TARGET_WEIGHTS, part_keys
+from app.checksum import checksum_of
 from app.cluster import connect
 from app.config import Config
 from app.engine.base import EngineSpec
-from app.engine.board import end_board, start_board
+from app.engine.board import ending, start_board
 from app.engine.crash_search import ATTEMPTS
 from app.engine.factory import endpoint_spec
+from app.engine.grouped import GroupedWorker
 from app.engine.model_class import check_model_class
 from app.engine.part_worker import PartWorker, WorkerConfig
 from app.engine.progress import Ticker
@@ -40,28 +42,21 @@ from app.plan.tokens import stats_of_ingest
 from app.preflight import check_nodes, demand_of, node_lines
 from app.record import record_of
 from app.runfolder import digest_of
-from app.sizing import (
-    Engines,
-    check_engines,
-    choose,
-    gpus_in_use,
-    inside,
-    need_of,
-    placed,
-    see_cluster,
-    wait_until_free,
-)
+from app.sizing import Engines, gpus_in_use, need_of, placed, sized, wait_until_free
 
 log = logging.getLogger("draftmill")
 _PARTS_LOOKED_AT = 8  # of ingest, for the length of a row
 
 
 def check(ctx: StageContext) -> None:
-    """Raises UserError, before any stage begins, for a target that vLLM cannot capture and for engine arguments that
-    are draftmill's own."""
+    """Raises UserError, before any stage begins, for a target that vLLM cannot capture, for engine arguments that are
+    draftmill's own, and where training is to run beside the engines and the cluster does not hold both."""
     if ctx.config.generate.engine == "vllm":
         check_model_class(ctx.target.architecture, ctx.config.generate.engine_args)
         refuse_owned_args(ctx.config.generate.engine_args, "generate.engine_args")
+    if ctx.ahead is not None and ctx.run.manifest("generate") is None:
+        connect(ctx.config.ray)
+        sized(ctx.config, need_of(shape_of(ctx.target, ctx.config), ctx.config), None, beside=True)
 
 
 def run(ctx: StageContext) -> StageResult:
@@ -182,8 +177,10 @@ def _generate_parts(
     made = sum(e.rows_in for e in valid.values())
     watch = Watch(store, board, engines.replicas, stall_limit(config))
     progress = Ticker((len(valid), len(keys)), (made, rows), board, watch.look)
-    with budget.watched(store), placed(engines) as groups, newcomers, progress:
+    with ending(board), budget.watched(store), placed(engines) as groups, newcomers, progress:
         try:
+            if ctx.ahead is not None:
+                ctx.ahead.committed(valid.values(), len(keys))
             dataset = _actors(items, worker, engines, on_gpu, config, groups)
             for row in dataset.iter_batches(batch_size=1, prefetch_batches=0):
                 outcome = json.loads(row["outcome"][0])
@@ -200,12 +197,13 @@ def _generate_parts(
                 budget.spend(entry.tokens["answer"], store)
                 reasons.update(r["reason"] for r in entry.rejects)
                 _check_errors(reasons, rows, ctx)
+                if ctx.ahead is not None:
+                    ctx.ahead.committed([entry], len(keys))
         finally:
             store.delete(ATTEMPTS)
-    end_board(board)
     forget(store, "generate")
     if on_gpu:
-        wait_until_free(held)
+        wait_until_free(held + (ctx.ahead.gpus if ctx.ahead is not None else 0))
     missing = sorted(set(keys) - set(valid))
     if missing and budget.reached is None:
         raise UserError(f"generate: parts {missing[:5]} were lost by the engines; run the same command again")
@@ -217,12 +215,10 @@ def _engines(ctx: StageContext, parts: int) -> tuple[Engines, bool]:
     Raises:
         UserError: the cluster cannot hold them.
     """
-    config, cluster = ctx.config, see_cluster(ctx.config.generate.resources)
-    need = need_of(shape_of(ctx.target, config), config)
-    engines = choose(config, need, cluster, parts)
-    check_engines(config, engines, need, cluster)
+    need = need_of(shape_of(ctx.target, ctx.config), ctx.config)
+    engines, on_gpu = sized(ctx.config, need, parts, beside=ctx.ahead is not None)
     log.info("generate: %s", engines.why)
-    return engines, cluster.total > 0
+    return engines, on_gpu
 
 
 def _preflight(ctx: StageContext, todo: list[int], engines: Engines, on_gpu: bool) -> Newcomers:
@@ -280,26 +276,20 @@ def _actors(
     config: Config,
     groups: list[Any],
 ) -> Any:
-    """A dataset of the outcomes of `items`: one pool of engine actors, or an actor for each of the placement `groups`
+    """A dataset of the outcomes of `items`: one pool of engine actors, or one engine in each of the placement `groups`
     with its share of the items."""
     import ray.data
 
     from app.engine.part_source import parts_dataset
 
     flight = parts_in_flight(config)
-    resources: dict[str, Any] = (
-        {"num_gpus": engines.tensor_parallel} if on_gpu else {"num_cpus": config.ray.engine_cpus}
-    )
-    if config.generate.resources:
-        resources["resources"] = config.generate.resources
 
-    # Ray shows operator and actors by the name of their class: that of the stage, as MapBatches(generate).
-    named = type("generate", (PartWorker,), {})
-
-    def pool(share: list[tuple[int, str]], size: int, most: int, resources: dict[str, Any]) -> Any:
+    def pool(
+        kind: type, arguments: tuple[Any, ...], share: list[tuple[int, str]], size: int, most: int, **resources: Any
+    ) -> Any:
         return parts_dataset(share).map_batches(
-            named,
-            fn_constructor_args=(worker,),
+            type("generate", (kind,), {}),  # Ray shows operator and actors by it: MapBatches(generate)
+            fn_constructor_args=arguments,
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(
                 min_size=1 if most > size else size,
@@ -313,10 +303,16 @@ def _actors(
         )
 
     if groups:
-        first, *others = [pool(items[i :: len(groups)], 1, 0, inside(group)) for i, group in enumerate(groups)]
+        shares = [items[i :: len(groups)] for i in range(len(groups))]
+        first, *others = [
+            pool(GroupedWorker, (worker, group, flight), share, 1, 0, num_cpus=0)
+            for group, share in zip(groups, shares, strict=True)
+        ]
         dataset = first.union(*others) if others else first
     else:
-        dataset = pool(items, engines.replicas, engines.most, resources)
+        resources: dict[str, Any] = {"resources": config.generate.resources} if config.generate.resources else {}
+        resources |= {"num_gpus": engines.tensor_parallel} if on_gpu else {"num_cpus": config.ray.engine_cpus}
+        dataset = pool(PartWorker, (worker,), items, engines.replicas, engines.most, **resources)
     dataset.set_name("generate")
     return dataset
 
@@ -402,7 +398,7 @@ def counts_of(entries: list[PartEntry]) -> dict[str, Any]:
 
 def content_digest(entries: list[PartEntry]) -> str:
     """Digest of everything the parts hold."""
-    return digest_of([[e.part, {k: f["sha256"] for k, f in e.files.items()}] for e in entries])
+    return digest_of([[e.part, {k: checksum_of(f) for k, f in e.files.items()}] for e in entries])
 
 
 def _result(ctx: StageContext, entries: list[PartEntry], rows: int, stopped: dict[str, Any] | None) -> StageResult:

@@ -25,6 +25,7 @@ from app.samples import load_split
 from app.storage import Store
 from app.target import load_tokenizer
 from app.train.warm_start import kept_vocabulary
+from app.windows import entries_of, windows_of
 
 log = logging.getLogger("draftmill")
 
@@ -96,16 +97,11 @@ def run(ctx: StageContext) -> StageResult:
     entries = load_entries(ctx)
     split = load_split(store, entries, config)
     counts = _count_parts(store, entries, split, target.vocab_size)
-    if not int(counts["train"].sum()):
-        raise UserError("vocab: the training split has no supervised token; look at the loss masks")
-    size = _draft_vocab_size(config.vocab.size, target.vocab_size, target.tokenizer_len)
-    tokenizer = load_tokenizer(target.model, config.target.trust_remote_code, config.target.chat_template)
-    keep = always_keep_ids(tokenizer) | set(target.eos_token_ids)
-    kept = kept_vocabulary(ctx)
-    if kept is None:
-        vocab = build_vocab_map(counts["train"], size, keep, target.tokenizer_len)
-    else:
-        vocab, size = VocabMap(kept, target.vocab_size), len(kept)
+    windows = windows_of(store, config, entries)
+    first = entries_of(store, windows.sealed[0]) if windows is not None else entries
+    counted = counts["train"] if first is entries else _count_parts(store, first, split, target.vocab_size)["train"]
+    vocab, keep = _choose(ctx, counted)
+    size = len(vocab.kept_ids)
     shares = {name: coverage(count, vocab.kept_ids) for name, count in counts.items()}
     log.info(
         "vocab: %d of %d ids kept; supervised tokens covered: %s",
@@ -133,7 +129,40 @@ def run(ctx: StageContext) -> StageResult:
             "supervised_tokens": {name: int(count.sum()) for name, count in counts.items()},
             "coverage": shares,
         },
+        extra={} if windows is None else {"counted_from": [e.part for e in first]},
     )
+
+
+def freeze(ctx: StageContext, entries: list[PartEntry]) -> None:
+    """Write the map that the stage will choose when its turn comes: of `entries`, the first sealed window, alone.
+
+    Raises:
+        UserError: as `run`.
+    """
+    store = ctx.run.store
+    split = load_split(store, entries, ctx.config)
+    vocab, _ = _choose(ctx, _count_parts(store, entries, split, ctx.target.vocab_size)["train"])
+    log.info("vocab: %d ids kept, counted from the first %d parts", len(vocab.kept_ids), len(entries))
+    with store.staged(VOCAB_FILE) as path:
+        vocab.save(path)
+
+
+def _choose(ctx: StageContext, counts: Tensor) -> tuple[VocabMap, set[int]]:
+    """The map by counts [V] of the training split, or that of the draft to go on from; and the ids always kept.
+
+    Raises:
+        UserError: nothing is supervised, or the draft vocabulary cannot hold the tokens that must be kept.
+    """
+    config, target = ctx.config, ctx.target
+    if not int(counts.sum()):
+        raise UserError("vocab: the training split has no supervised token; look at the loss masks")
+    size = _draft_vocab_size(config.vocab.size, target.vocab_size, target.tokenizer_len)
+    tokenizer = load_tokenizer(target.model, config.target.trust_remote_code, config.target.chat_template)
+    keep = always_keep_ids(tokenizer) | set(target.eos_token_ids)
+    kept = kept_vocabulary(ctx)
+    if kept is not None:
+        return VocabMap(kept, target.vocab_size), keep
+    return build_vocab_map(counts, size, keep, target.tokenizer_len), keep
 
 
 def load_vocab(store: Store) -> VocabMap:

@@ -16,7 +16,7 @@ from app.plan.bench import bench_assumptions, bench_seconds
 from app.plan.cost import Shape, naive_bytes, other_bytes, part_bytes, shape_of, train_memory
 from app.plan.hardware import GIB, Hardware, Rates, free_bytes
 from app.plan.tokens import Length, SourceTokens, TokenStats, stats_of_ingest
-from app.sizing import numbers, settled
+from app.sizing import numbers, settled, train_gpus
 from app.storage import Store
 
 log = logging.getLogger("draftmill")
@@ -85,10 +85,11 @@ class Plan:
     origin: str
     price: float | None = None  # USD for a GPU-hour
     node: list[str] = field(default_factory=list)  # what a node has and what an engine needs of it, in words
+    overlap_s: float = 0.0  # in which generate and training both run (train.start_after)
 
     @property
     def seconds(self) -> float:
-        return sum(s.seconds for s in self.stages)
+        return sum(s.seconds for s in self.stages) - self.overlap_s
 
     @property
     def gpu_hours(self) -> float:
@@ -182,6 +183,7 @@ def make_plan(
         assumptions=[*stats.assumptions, *bench_assumptions(config, sets)],
         origin=stats.origin,
         price=price,
+        overlap_s=_overlap(config, stages, rates),
     )
 
 
@@ -227,6 +229,19 @@ def _stages(
         ),
         StagePlan("report", 0.1, 0),
     ]
+
+
+def _overlap(config: Config, stages: list[StagePlan], rates: Rates) -> float:
+    """Seconds that `train.start_after` saves: of the first epoch of training what can be done before the last window is
+    sealed, at the end of generate."""
+    share = config.train.start_after
+    if share is None:
+        return 0.0
+    seconds = {s.name: s.seconds for s in stages}
+    beside = (1 - share) * seconds["generate"]
+    start = rates.train_start_s.value
+    epoch = (seconds["train"] - start) / config.train.epochs
+    return min(beside, start + (1 - share) * epoch)
 
 
 def _source_json(source: SourceTokens, shape: Shape, config: Config) -> dict[str, Any]:
@@ -305,7 +320,10 @@ def _hardware_limits(config: Config, shape: Shape, hardware: Hardware, memory: f
     replicas, tensor_parallel = numbers(config)
     limits = []
     if hardware.on_gpu:
-        need = replicas * tensor_parallel
+        need, trains = replicas * tensor_parallel, train_gpus(config, on_gpu=True)
+        if t.start_after is not None and need <= hardware.gpus < need + trains:
+            change = "lower train.workers or generate.replicas, or leave train.start_after out"
+            limits.append(Limit(f"generate and training need {need} + {trains} GPUs of {hardware.gpus}", change))
         if need > hardware.gpus:
             limits.append(Limit(f"generate needs {need} GPUs of {hardware.gpus}", "lower generate.replicas"))
         if t.workers > hardware.gpus and t.use_gpu is not False:
@@ -339,6 +357,10 @@ def _hardware_limits(config: Config, shape: Shape, hardware: Hardware, memory: f
                 )
             )
         engine = (shape.target_bytes + g.kv_cache_gib * GIB) * replicas
+        if t.start_after is not None and engine + need_bytes > 0.9 * hardware.memory_gib * GIB:
+            both = f"engine(s) and training need {(engine + need_bytes) / GIB:.0f} GiB together"
+            change = "leave train.start_after out: then one runs after the other"
+            limits.append(Limit(f"{both} of {hardware.memory_gib:.0f} GiB", change))
         if engine > 0.9 * hardware.memory_gib * GIB:
             limits.append(
                 Limit(
@@ -379,7 +401,8 @@ def advice(config: Config, stats: TokenStats, hardware: Hardware, contexts: list
         )
     if hardware.on_gpu:
         replicas, tensor_parallel = numbers(config)
-        free_engines = hardware.gpus // tensor_parallel
+        beside = train_gpus(config, on_gpu=True) if config.train.start_after is not None else 0
+        free_engines = (hardware.gpus - beside) // tensor_parallel
         if replicas < free_engines:
             lines.append(
                 f"{hardware.gpus} GPUs, and generate.replicas is {replicas}: {free_engines} engines"

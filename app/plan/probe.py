@@ -52,7 +52,13 @@ def probe_config(config: Config, folder: str, stats: TokenStats, rates: Rates) -
             "sources": sources,
             "generate": g.model_copy(update={"replicas": 1, "parts_in_flight": 1}),
             "train": config.train.model_copy(
-                update={"epochs": epochs, "workers": 1, "validation_share": 0.0, "checkpoint_every_s": 3600.0}
+                update={
+                    "epochs": epochs,
+                    "workers": 1,
+                    "validation_share": 0.0,
+                    "checkpoint_every_s": 3600.0,
+                    "start_after": None,
+                }
             ),
             "evaluate": config.evaluate.model_copy(update={"holdout": held, "bootstrap": 10}),
             "bench": config.bench.model_copy(update=_ONE_CELL | {"concurrency": config.bench.concurrencies[0]}),

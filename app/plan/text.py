@@ -37,6 +37,8 @@ def plan_lines(plan: Plan, run_url: str, local: bool) -> list[str]:
     for stage in plan.stages:
         gpus = f"{stage.gpu_hours:10,.2f} GPU-hours on {stage.gpus}" if stage.gpus else ""
         lines.append(f"  {stage.name:<12} {time_text(stage.seconds):>10}{gpus}")
+    if plan.overlap_s:
+        lines.append(f"  {'overlap':<12} {'-' + time_text(plan.overlap_s):>10}  training begins beside generate")
     total = f"{plan.gpu_hours:10,.2f} GPU-hours" if plan.gpu_hours else ""
     if plan.price is not None and plan.gpu_hours:
         total += f", {plan.gpu_hours * plan.price:,.2f} USD at {plan.price:g} a GPU-hour"

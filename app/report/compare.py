@@ -9,12 +9,13 @@ from typing import Any
 
 from app.config import Config
 from app.errors import UserError
+from app.pipeline import BESIDE_S
 from app.redact import redact
 from app.report.data import STAGES, unfinished
 from app.report.metrics import Metric, metrics_of
 from app.report.page import environment
 from app.results import collect, current_manifest
-from app.runfolder import RunFolder
+from app.runfolder import Manifest, RunFolder
 from app.status import config_of
 
 RULE = (
@@ -49,6 +50,11 @@ class Compared:
         ]
 
 
+def _finished(run: RunFolder) -> dict[str, Manifest]:
+    """Manifests of the stages that are done and count."""
+    return {name: m for name in STAGES if (m := current_manifest(run, name)) is not None}
+
+
 def compare_runs(runs: Sequence[str]) -> Compared:
     """Raises UserError where one is no run, or there is nothing to compare."""
     if len(runs) < 2:
@@ -59,8 +65,8 @@ def compare_runs(runs: Sequence[str]) -> Compared:
         raise UserError("compare was given the same run twice; its numbers could only be the same")
     results = [collect(folder) for folder in folders]
     found = [
-        metrics_of(r, {n: m.seconds for n in STAGES if (m := current_manifest(f, n)) is not None})
-        for r, f in zip(results, folders, strict=True)
+        metrics_of(r, {n: m.seconds for n, m in done.items()}, sum(m.extra.get(BESIDE_S, 0.0) for m in done.values()))
+        for r, done in zip(results, map(_finished, folders), strict=True)
     ]
     for folder, metrics in zip(folders, found, strict=True):
         if not metrics:

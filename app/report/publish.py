@@ -182,7 +182,7 @@ def _data(
             name: _shared(results[name], hidden) for name in ("vocab", "train", "evaluate", "bench") if name in results
         },
         "data": mix,
-        "datasets": [s.dataset for s in config.sources if s.dataset and not s.private],
+        "datasets": [s.dataset for s in config.sources if s.dataset and not s.hides(False)],
         "settings": {
             key: _portable(value)
             for name in ("generate", "vocab", "train", "export", "evaluate", "bench")
@@ -225,7 +225,8 @@ def _portable(value: Any) -> Any:
 def _mix(run: RunFolder, config: Config) -> tuple[list[dict[str, Any]], set[str]]:
     """The data by source and domain, sources with private rows as one without a name; and domains of those alone."""
     groups = survey(run.store, stored_entries(run.store)).mix()
-    private = {s.label for s in config.sources if s.private} | {g["source"] for g in groups if g["private_samples"]}
+    private = {s.label for s in config.sources if s.hides(False)}
+    private |= {g["source"] for g in groups if g["private_samples"]}
     shown: dict[tuple[str, str], dict[str, Any]] = {}
     for group in groups:
         key = ("private", "private") if group["source"] in private else (group["source"], group["domain"])

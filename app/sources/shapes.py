@@ -65,11 +65,28 @@ def _recognised(row: Any, columns: Mapping[ColumnName, str]) -> RawConversation:
     if not isinstance(row, dict):
         raise RowError("not_an_object", f"a row must be a JSON object, this is {type(row).__name__}")
     if columns:
-        row = _mapped(row, columns)
-    else:
-        logged = _logged(row)
-        if logged is not None:
-            return logged
+        return _by_columns(row, columns)
+    return _logged(row) or _by_keys(row)
+
+
+def _by_columns(row: dict[str, Any], columns: Mapping[ColumnName, str]) -> RawConversation:
+    """What the named columns hold. A row of a log stays private, and what its errors would quote of it is withheld."""
+    if not _is_of_a_log(row):
+        return _by_keys(_mapped(row, columns))
+    try:
+        return replace(_by_keys(_mapped(row, columns)), private=True)
+    except RowError as error:
+        raise _withheld(error) from error
+
+
+def _is_of_a_log(row: dict[str, Any]) -> bool:
+    try:
+        return from_log(row) is not None
+    except RowError:  # of one, and not usable in its own shape
+        return True
+
+
+def _by_keys(row: dict[str, Any]) -> RawConversation:
     for recognise in _RECOGNISERS:
         raw = recognise(row)
         if raw is not None:
@@ -86,7 +103,11 @@ def _logged(row: Any) -> RawConversation | None:
     try:
         return from_log(row)
     except RowError as error:
-        raise RowError(error.reason, WITHHELD if error.reason in _QUOTING else error.detail) from error
+        raise _withheld(error) from error
+
+
+def _withheld(error: RowError) -> RowError:
+    return RowError(error.reason, WITHHELD if error.reason in _QUOTING else error.detail)
 
 
 def _mapped(row: dict[str, Any], columns: Mapping[ColumnName, str]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 The order is a function of (seed, epoch) alone, and the samples of a step do not depend on the number of
 ranks: a step is chosen globally, then shared out. So every rank has the same number of steps by construction,
 each sample is seen once an epoch, and a run may go on from (epoch, step) with another number of workers.
-Everything is planned from lengths; states are read when their step is near.
+Everything is planned from lengths; states are read when their step is near. A training beside generate has its first
+epoch by windows (app/train/window_plan.py).
 """
 
 from __future__ import annotations
@@ -53,16 +54,23 @@ class StepPlan:
     last step, and a sample of more tokens than a step is a step of its own.
     """
 
-    def __init__(self, infos: Sequence[SampleLength], tokens_per_step: int, seed: int, max_tokens: int) -> None:
-        """Samples longer than `max_tokens` are planned as cut to it.
+    open = False  # whether samples are still to come
+
+    def __init__(
+        self, infos: Sequence[SampleLength], tokens_per_step: int, seed: int, max_tokens: int,
+        order: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Samples longer than `max_tokens` are planned as cut to it; of `infos` those that `order` names, or all.
 
         Raises:
             UserError: no sample teaches anything.
         """
         self.seed = seed
         self.max_tokens = max_tokens
-        self.indices = [i for i, info in enumerate(infos) if info.num_supervised > 0]
-        self.left_out = len(infos) - len(self.indices)
+        order = range(len(infos)) if order is None else order
+        self.indices = [i for i in order if infos[i].num_supervised > 0]
+        self.left_out = len(order) - len(self.indices)
+        self._epoch: tuple[int | str, list[list[int]]] = (-1, [])  # the one asked for last
         if not self.indices:
             raise UserError("no training sample has two supervised tokens in a row; look at the loss masks")
         self.tokens = {i: min(infos[i].num_tokens, max_tokens) for i in self.indices}
@@ -72,7 +80,43 @@ class StepPlan:
         total = sum(self.tokens.values())
         self.steps_per_epoch = min(max(1, round(total / tokens_per_step)), len(self.indices))
 
-    def epoch(self, epoch: int) -> list[list[int]]:
+    def total(self, epochs: float) -> int:
+        """Steps of so many epochs."""
+        return max(1, round(epochs * self.steps_per_epoch))
+
+    def rate_total(self, index: int, epochs: float) -> int:
+        """Steps that the schedule of the learning rate reckons with at step `index`."""
+        return self.total(epochs)
+
+    def epochs_after(self, steps: int) -> float:
+        """Epochs done after so many steps."""
+        return steps / self.steps_per_epoch
+
+    def place(self, steps: int) -> tuple[int, int]:
+        """Epoch, and steps of it that are done."""
+        return divmod(steps, self.steps_per_epoch)
+
+    def validations(self, epochs: float, every: float) -> set[int]:
+        """Steps after which to validate, every so many epochs and at the end."""
+        total, between = self.total(epochs), every * self.steps_per_epoch
+        return {round(i * between) for i in range(1, int(total / between) + 1)} - {0} | {total}
+
+    def valid_count(self, steps: int, count: int) -> int:
+        """How many of `count` validation samples to look at after so many steps."""
+        return count
+
+    def step(self, index: int) -> tuple[int, list[int]]:
+        """The epoch of step `index`, counted over all epochs, and its sample indices."""
+        epoch, at = divmod(index, self.steps_per_epoch)
+        return epoch, self.steps_of(epoch)[at]
+
+    def steps_of(self, epoch: int | str) -> list[list[int]]:
+        """As `epoch`; the one asked for last is kept."""
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, self.epoch(epoch))
+        return self._epoch[1]
+
+    def epoch(self, epoch: int | str) -> list[list[int]]:
         """Sample indices of each step of `epoch` (from 0), all ranks together."""
         order = list(self.indices)
         random.Random(f"{self.seed}:{epoch}").shuffle(order)
@@ -151,14 +195,10 @@ class StepLoader:
 
         def read() -> None:
             try:
-                epoch, steps = -1, []
                 for index in range(start, end):
-                    if index // self.plan.steps_per_epoch != epoch:
-                        epoch = index // self.plan.steps_per_epoch
-                        steps = self.plan.epoch(epoch)
                     if stop.is_set():
                         return
-                    put(self._load(index, epoch, steps[index % self.plan.steps_per_epoch], readers))
+                    put(self._load(index, *self.plan.step(index), readers))
                 put(None)
             except BaseException as error:
                 put(error)

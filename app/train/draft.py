@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.draft_config import DraftConfig
@@ -21,6 +20,7 @@ from app.rope import Rope
 from app.target import TargetHead
 from app.train.fusion import fused_on_gpu
 from app.train.recompute import norm, norm_linear, swiglu_linear
+from app.train.weights import Weight, cast, cast_columns, linear
 
 T = TypeVar("T")
 # Standard deviation of an untrained draft's logits.
@@ -212,18 +212,19 @@ class Eagle3Draft(nn.Module):
 
         keeps: norms and activations wait for the backward pass in place of being made again in it.
         """
-        layer, h = self.midlayer, self.config.hidden_size
+        layer = self.midlayer
         attention = layer.self_attn
-        qkv = torch.cat([p.weight.to(dtype) for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
+        projections = (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+        qkv_embed, qkv_state = cast_columns(dtype, 2, *projections)
         return CastDraft(
             draft=self,
             dtype=dtype,
-            fc=self.fc.weight.to(dtype),
-            qkv_embed=qkv[:, :h].contiguous(),
-            qkv_state=qkv[:, h:].contiguous(),
-            o_proj=attention.o_proj.weight.to(dtype),
-            gate_up=torch.cat([layer.mlp.gate_proj.weight.to(dtype), layer.mlp.up_proj.weight.to(dtype)]),
-            down=layer.mlp.down_proj.weight.to(dtype),
+            fc=cast(dtype, self.fc.weight),
+            qkv_embed=qkv_embed,
+            qkv_state=qkv_state,
+            o_proj=cast(dtype, attention.o_proj.weight),
+            gate_up=cast(dtype, layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight),
+            down=cast(dtype, layer.mlp.down_proj.weight),
             keeps=keeps,
         )
 
@@ -238,12 +239,12 @@ class CastDraft:
 
     draft: Eagle3Draft
     dtype: torch.dtype
-    fc: Tensor  # [H, 3*Ht]
-    qkv_embed: Tensor  # [q + 2 kv, H]
-    qkv_state: Tensor  # [q + 2 kv, H]
-    o_proj: Tensor  # [H, q]
-    gate_up: Tensor  # [2 I, H]
-    down: Tensor  # [H, I]
+    fc: Weight  # [H, 3*Ht]
+    qkv_embed: Weight  # [q + 2 kv, H]
+    qkv_state: Weight  # [q + 2 kv, H]
+    o_proj: Weight  # [H, q]
+    gate_up: Weight  # [2 I, H]
+    down: Weight  # [H, I]
     keeps: bool = False  # norms and activations (app/train/recompute.py)
 
     @property
@@ -253,7 +254,7 @@ class CastDraft:
     def _norm(self, x: Tensor, gain: Norm) -> Tensor:
         return norm(x, gain.weight, self.draft.config.rms_norm_eps, self.keeps)
 
-    def _norm_linear(self, x: Tensor, gain: Norm, weight: Tensor) -> Tensor:
+    def _norm_linear(self, x: Tensor, gain: Norm, weight: Weight) -> Tensor:
         return norm_linear(x, gain.weight, weight, self.draft.config.rms_norm_eps, self.keeps)
 
     def fuse(self, aux: Tensor) -> Tensor:
@@ -265,7 +266,7 @@ class CastDraft:
         if draft.config.fc_norm:
             parts = zip(x.chunk(3, -1), draft.fc_norm, strict=True)
             x = torch.cat([self._norm(p, n) for p, n in parts], -1)  # type: ignore[arg-type]
-        return F.linear(x, self.fc)
+        return linear(x, self.fc)
 
     def embedding(self, ids: Tensor) -> Tensor:
         """Rows of the embedding: target ids [N] -> [N, H] on their device, wherever the embedding lies."""
@@ -274,7 +275,7 @@ class CastDraft:
 
     def embed_qkv(self, embedding: Tensor, part: slice = slice(None)) -> Tensor:
         """The embedding's share of q, k and v, or of a part of them: [N, H] -> [N, q + 2 kv]."""
-        return self._norm_linear(embedding, self.draft.midlayer.input_layernorm, self.qkv_embed[part])
+        return self._norm_linear(embedding, self.draft.midlayer.input_layernorm, self.qkv_embed.part(part))
 
     def norm_state(self, state: Tensor) -> Tensor:
         """hidden_norm(state): [N, H] -> [N, H]."""
@@ -292,13 +293,13 @@ class CastDraft:
 
     def state_qkv(self, state: Tensor, part: slice = slice(None)) -> Tensor:
         """The state's share of q, k and v, or of a part of them: [N, H] -> [N, q + 2 kv]."""
-        return self._norm_linear(state, self.draft.midlayer.hidden_norm, self.qkv_state[part])
+        return self._norm_linear(state, self.draft.midlayer.hidden_norm, self.qkv_state.part(part))
 
     def finish(self, attended: Tensor, state: Tensor) -> Tensor:
         """o_proj, residual, MLP: attended [N, heads, head_dim], state [N, H] -> [N, H] before `norm`."""
         layer = self.draft.midlayer
         residual = self.norm_state(state) if self.draft.config.norm_before_residual else state  # [N, H]
-        x = residual + F.linear(attended.flatten(1), self.o_proj)  # [N, H]
+        x = residual + linear(attended.flatten(1), self.o_proj)  # [N, H]
         gate_up = self._norm_linear(x, layer.post_attention_layernorm, self.gate_up)  # [N, 2 I]
         return x + swiglu_linear(gate_up, self.down, self.keeps)  # [N, H]
 

@@ -23,6 +23,7 @@ from app.samples import SampleReader, load_split
 from app.storage import Store
 from app.target import TargetHead, TargetInfo, load_target_head
 from app.train.draft import Eagle3Draft
+from app.train.feed import Feed
 from app.train.guards import AGREEMENT_SAMPLES, INT4_AGREEMENT, Agreement, agreement, agreement_words, require_agreement
 from app.train.outside import outside_vocabulary
 from app.train.pulse import Pulse, own_name
@@ -52,7 +53,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
         run_url, run_options: the run folder's Store
         config: the run's Config as JSON
         target: TargetInfo as JSON
-        entries: list[PartEntry], the committed parts of the generate stage
+        entries: list[PartEntry], the committed parts of the generate stage; None: those of the sealed windows
         place: Place
 
     Reads `vocab/vocab.safetensors`; writes checkpoints, `metrics.jsonl` and `summary.json` under the place's folder.
@@ -84,7 +85,7 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
 
 
 def run_worker(
-    store: Store, config: dict[str, Any], target: dict[str, Any], entries: list[PartEntry],
+    store: Store, config: dict[str, Any], target: dict[str, Any], entries: list[PartEntry] | None,
     device: torch.device, on_validation: Any = lambda values: None, place: Place = Place(),
     trackers: Iterable[Tracker] = (),
 ) -> dict[str, Any]:  # fmt: skip
@@ -97,13 +98,17 @@ def run_worker(
     if device.type == "cpu":
         torch.set_num_threads(min(settings.train.cpus_per_worker, os.cpu_count() or 1))
     vocab, head = load_vocab(store), load_target_head(info)
-    refuse_mismatch(entries, record_of(settings, info))
-    split = nested(load_split(store, entries, settings), place.share)
+    ranks, feed = Ranks(), None
+    split = nested(load_split(store, entries or [], settings), place.share)
+    if entries is None:
+        feed = Feed.begin(store, split, lambda e: refuse_mismatch(e, record_of(settings, info)), ranks)
+        entries, train, valid = feed.entries, feed.train, feed.valid
+    else:
+        refuse_mismatch(entries, record_of(settings, info))
+        train, valid = (SampleReader(store, entries, split, (name,)) for name in ("train", "valid"))
     own = store.sub(place.folder)
     shape = draft_config(info, settings.train, entries[0].layers, len(vocab.kept_ids))
     initial = placed(own) if settings.train.init_from is not None else None
-    train = SampleReader(store, entries, split, ("train",))
-    ranks = Ranks()
     limit_s = 60 * settings.train.stall_minutes
     pulse = Pulse(store, place.folder, limit_s, ranks.rank, ranks.gather(own_name()))
     trainer = Trainer(
@@ -111,7 +116,7 @@ def run_worker(
             draft=first_draft(shape, settings.train, initial, head, vocab.kept_ids),
             head=head,
             train=train,
-            valid=SampleReader(store, entries, split, ("valid",)),
+            valid=valid,
             config=settings.train,
             store=own,
             num_draft_tokens=settings.evaluate.num_draft_tokens,
@@ -121,6 +126,8 @@ def run_worker(
             trackers=lambda step: [*_named_trackers(settings, store.url, own, step), *trackers, pulse],
             pulse=pulse.beat,
             initial_digest=None if initial is None else initial.digest,
+            windows=feed,
+            longest=settings.generate.max_length if feed is not None else None,
         ),
         ranks,
     )

@@ -9,7 +9,7 @@ shared by all steps; head and loss run over chunks of rows and make their gradie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from app.train.attention import attend
 from app.train.draft import CastDraft, Eagle3Draft, rotate
 from app.train.objective import Buffer, Distribution, Objective, row_losses
 from app.train.recompute import made_again
+from app.train.weights import add_product
 
 # Logits alive at once, in elements: a chunk's [rows, Vd]. Larger chunks add up lm_head's gradient less often.
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
@@ -173,7 +174,7 @@ class UnrolledLoss:
         labels, shares = self.draft.target_to_draft[pack.labels], self.objective.kl_share(self.alpha)
         job = _HeadJob(pack, self.objective, self.teacher, labels, weights, shares, keep, self._buffer)
         loss, sums = _HeadLoss.apply(hidden, self.draft.lm_head.weight, job)
-        return loss, StepStats(own.to(sums.device), *sums.double())
+        return loss, StepStats(sent(own.tolist(), own.dtype, sums.device), *sums.double())
 
     def _buffer(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Scratch memory that stays: fresh large tensors cost page faults on every step."""
@@ -292,6 +293,22 @@ class _HeadJob:
         buffer = None if states.is_cuda else self.buffer
         return self.teacher.distribution(states, self.objective.temperature, self.objective.measures_alpha, buffer)
 
+    def chunks(self, vocab: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
+        """Teacher positions low..high-1 and the rows that read them [n] int64, among those of all steps."""
+        pack = self.pack
+        size = max(1, CHUNK_ELEMENTS[device.type] // (vocab * len(self.weights)))
+        everything = torch.arange(sum(pack.counts), device=device).split(pack.counts)
+        for low in range(0, pack.counts[0], size):
+            high = min(low + size, pack.counts[0])
+            at = [rows[bounds[low] : bounds[high]] for rows, bounds in zip(everything, pack.bounds, strict=True)]
+            yield low, high, torch.cat(at)
+
+    def scratch(self, name: str, rows: int, columns: int, like: Tensor) -> Tensor:
+        """Memory for a chunk; a GPU's allocator has it at hand, and can use it elsewhere afterwards."""
+        if like.is_cuda:
+            return like.new_empty(rows, columns)
+        return self.buffer(name, rows, columns, like.dtype)
+
     def cast(self, master: Tensor, dtype: torch.dtype) -> Tensor:
         """`master` [Vd, H] in `dtype`."""
         if master.is_cuda or master.dtype == dtype:
@@ -305,47 +322,37 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, master: Tensor, job: _HeadJob) -> tuple[Tensor, Tensor]:
         """hidden [sum N_k, H] compute dtype, master [Vd, H] fp32 -> loss, sums [3, K] (loss, hits, alpha)."""
-        pack, steps, vocab = job.pack, range(len(job.weights)), len(master)
+        pack, vocab = job.pack, len(master)
         weight = job.cast(master, hidden.dtype)  # [Vd, H]
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        offsets = [0]
-        for n in pack.counts:
-            offsets.append(offsets[-1] + n)
         wants_grad = any(ctx.needs_input_grad[:2])
         d_hidden = torch.empty_like(hidden) if wants_grad else hidden.new_empty(0)  # [sum N_k, H]
         d_weight: Tensor | None = None  # [Vd, H]
-        sums = hidden.new_zeros(3, len(steps), dtype=wide)  # [3, K]
-        positions = pack.counts[0]
-        size = max(1, CHUNK_ELEMENTS[hidden.device.type] // (vocab * len(steps)))
-        for low in range(0, positions, size):
-            high = min(low + size, positions)
-            ends = [(pack.bounds[k][low], pack.bounds[k][high]) for k in steps]
-            spans = [slice(offsets[k] + a, offsets[k] + b) for k, (a, b) in enumerate(ends)]
-            x = torch.cat([hidden[s] for s in spans])  # [n, H]
-            logits = torch.mm(x, weight.T, out=job.buffer("logits", len(x), vocab, hidden.dtype))  # [n, Vd]
-            teacher, labels = job.distribution(low, high), job.labels[low:high]  # [C]
-            kept = None if job.keep is None else job.keep[low:high].to(wide)  # [C]
-            row_weights, done = [], 0
-            for k, (a, b) in enumerate(ends):
-                index = pack.ahead[k][a:b] - low  # [n_k]
-                part = logits[done : done + b - a]  # [n_k, Vd], becomes the gradient of the logits
-                rows = row_losses(job.objective, part, index, labels, teacher, job.kl_shares[k], job.buffer)  # [n_k]
-                count = torch.ones_like(rows.loss) if kept is None else kept[index]  # [n_k]
-                sums[0, k] += (rows.loss * count).sum()
-                sums[1, k] += (rows.hits * count).sum()
-                if rows.alpha is not None:
-                    sums[2, k] += (rows.alpha * count).sum()
-                row_weights.append(count * (job.weights[k] / job.objective.temperature))
-                done += b - a
-            if wants_grad:
-                scale = torch.cat(row_weights).to(hidden.dtype).unsqueeze(-1)  # [n, 1]
-                d_weight = _add_product(d_weight, logits.T, x * scale, master.dtype)  # [Vd, H]
-                d_x = torch.mm(logits, weight).mul_(scale)  # [n, H]
-                for s, part in zip(spans, d_x.split([b - a for a, b in ends]), strict=True):
-                    d_hidden[s] = part
+        step = _steps(pack.counts, hidden.device)  # [sum N_k]
+        ahead = torch.cat(pack.ahead)  # [sum N_k]
+        factors = sent(job.weights, wide, hidden.device)  # [K]
+        scales, shares = factors[step] / job.objective.temperature, job.kl_shares[step]  # [sum N_k]
+        if job.keep is not None:
+            scales = scales * job.keep[ahead]
+        measured = hidden.new_zeros(3, len(hidden), dtype=wide)  # [3, sum N_k] loss, hits, alpha
+        for low, high, at in job.chunks(vocab, hidden.device):
+            x = hidden[at]  # [n, H]
+            logits = torch.mm(x, weight.T, out=job.scratch("logits", len(x), vocab, x))  # [n, Vd]
+            rows = row_losses(
+                job.objective, logits, ahead[at] - low, job.labels[low:high], job.distribution(low, high), shares[at],
+                job.buffer,
+            )  # fmt: skip
+            alpha = torch.zeros_like(rows.loss) if rows.alpha is None else rows.alpha  # [n]
+            measured[:, at] = torch.stack([rows.loss, rows.hits.to(wide), alpha])
+            if wants_grad:  # `logits` are now the gradient of the logits
+                scale = scales[at].to(hidden.dtype).unsqueeze(-1)  # [n, 1]
+                d_weight = add_product(d_weight, logits.T, x * scale, master.dtype)  # [Vd, H]
+                d_hidden[at] = torch.mm(logits, weight).mul_(scale)  # [n, H]
         ctx.save_for_backward(d_hidden, master.new_empty(0) if d_weight is None else d_weight)
+        if job.keep is not None:
+            measured = measured * job.keep[ahead]
+        sums = torch.stack([part.sum(1) for part in measured.split(pack.counts, 1)], 1)  # [3, K]
         ctx.mark_non_differentiable(sums)
-        factors = torch.tensor(job.weights, dtype=wide, device=sums.device)  # [K]
         return (sums[0] * factors).sum(), sums
 
     @staticmethod
@@ -354,10 +361,12 @@ class _HeadLoss(torch.autograd.Function):
         return d_hidden.mul_(grads[0].to(d_hidden.dtype)), d_weight.mul_(grads[0].to(d_weight.dtype)), None
 
 
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """total (None is 0) + a @ b, the sum kept in `dtype`; a GPU multiplies bf16 into fp32 directly."""
-    if a.is_cuda and a.dtype != dtype:
-        start = a.new_zeros(len(a), b.shape[1], dtype=dtype) if total is None else total
-        return torch.addmm(start, a, b, out_dtype=dtype)
-    product = torch.mm(a, b)
-    return product.to(dtype) if total is None else total.add_(product)
+def _steps(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Of all steps' rows, one after the other, which step is theirs: [sum N_k] int64."""
+    return torch.cat([torch.full((n,), k, device=device) for k, n in enumerate(counts)])
+
+
+def sent(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device that does not wait for them: from pinned memory, as any other copy is made at once."""
+    held = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return held.to(device, non_blocking=True)

@@ -97,7 +97,7 @@ def row_losses(
     """Losses of n rows; `logits` [n, Vd] becomes their gradient by logits / T.
 
     index [n] says which of the C positions of `teacher` and `labels` [C] (draft ids, -1 outside the draft vocabulary)
-    a row reads. kl_share: lambda of these rows, a scalar. teacher is not read for cross_entropy.
+    a row reads. kl_share: lambda of these rows [n]. teacher is not read for cross_entropy.
     """
     t = objective.temperature
     if objective.loss == "cross_entropy":
@@ -110,18 +110,18 @@ def row_losses(
         return RowLosses(*_by_blocks(lambda z, at: _kl_in_place(z, at, labels, p, own, t, buffer), logits, index))
     if objective.lk_form == "log_alpha":
         return RowLosses(*_by_blocks(lambda z, at: _log_alpha(z, at, labels, p, inside, t), logits, index))
-    share = kl_share.to(p)
-    return RowLosses(*_by_blocks(lambda z, at: _hybrid(z, at, labels, p, own, inside, share, t), logits, index))
+    shares = kl_share.to(p)
+    return RowLosses(
+        *_by_blocks(lambda z, at, share: _hybrid(z, at, labels, p, own, inside, share, t), logits, index, shares)
+    )
 
 
-def _by_blocks(
-    function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], logits: Tensor, index: Tensor
-) -> tuple[Tensor, ...]:
+def _by_blocks(function: Callable[..., tuple[Tensor, ...]], *by_row: Tensor) -> tuple[Tensor, ...]:
     """`function` over all rows at once on a GPU, over blocks that stay in the cache on a CPU."""
-    if logits.is_cuda or len(logits) <= ELEMENTWISE_ROWS:
-        return function(logits, index)
-    blocks = zip(logits.split(ELEMENTWISE_ROWS), index.split(ELEMENTWISE_ROWS), strict=True)
-    return tuple(torch.cat(parts) for parts in zip(*(function(z, at) for z, at in blocks), strict=True))
+    if by_row[0].is_cuda or len(by_row[0]) <= ELEMENTWISE_ROWS:
+        return function(*by_row)
+    blocks = zip(*(x.split(ELEMENTWISE_ROWS) for x in by_row), strict=True)
+    return tuple(torch.cat(parts) for parts in zip(*(function(*block) for block in blocks), strict=True))
 
 
 def _kl_in_place(
@@ -198,5 +198,6 @@ def _hybrid(
     gradient = below - q * below.sum(-1, keepdim=True)  # [n, Vd] of alpha
     kl = self_term[index] + lse.squeeze(1) - (p * z).sum(-1)  # [n]
     hits = z.argmax(-1) == labels[index]  # [n]
-    logits.copy_(kl_share * (q - p) - (1.0 - kl_share) * gradient)
+    of_kl = kl_share.unsqueeze(-1)  # [n, 1]
+    logits.copy_(of_kl * (q - p) - (1.0 - of_kl) * gradient)
     return kl_share * kl + (1.0 - kl_share) * (1.0 - alpha), hits, alpha

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from app.train.loss import StepStats
 
 T = TypeVar("T")
+WAITS = "waits for parts"  # what a worker does while no sealed window is left (`train.start_after`)
 
 
 class Window:
@@ -35,18 +36,18 @@ class Window:
 
 
 class Waits(Generic[T]):
-    """Iterates over `items` and adds up the seconds that went by until each was there."""
+    """Iterates over `items` and adds up the seconds until each was there, less those that `apart` counts."""
 
-    def __init__(self, items: Iterator[T]) -> None:
-        self.items, self.last, self.total = items, 0.0, 0.0
+    def __init__(self, items: Iterator[T], apart: Callable[[], float] = lambda: 0.0) -> None:
+        self.items, self.apart, self.last, self.total = items, apart, 0.0, 0.0
 
     def __iter__(self) -> Iterator[T]:
         while True:
-            started = time.monotonic()
+            started, before = time.monotonic(), self.apart()
             try:
                 item = next(self.items)
             except StopIteration:
                 return
-            self.last = time.monotonic() - started
+            self.last = time.monotonic() - started - (self.apart() - before)
             self.total += self.last
             yield item

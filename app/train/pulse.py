@@ -23,6 +23,7 @@ from typing import Self
 from app.live import EVERY_S, Live, tell
 from app.nodes import space_of
 from app.storage import Store
+from app.train.progress import WAITS
 from app.units import size_text, time_text
 
 log = logging.getLogger("draftmill")
@@ -112,17 +113,22 @@ class Pulse:
                           ("validation/acceptance_length", "acceptance length {:.3f}")):  # fmt: skip
             words += ", " + text.format(self._line[key]) if key in self._line else ""
         words += f", {time_text(left)} left" if left is not None else ""
-        waits = self._line.get("data_wait_share", 0.0)
         idle = time.monotonic() - self._last
         numbers = {"step": self._step, "steps": self._total, "steps_per_s": rate}
         return Live(
             words=words,
-            waiting_for=f"data, {100 * waits:.0f} % of the time" if waits > _WAITS else None,
+            waiting_for=self._waiting_for(),
             failures=[f"no step has ended for {time_text(idle)}"] if self._limit_s and idle > self._limit_s / 2 else [],
             members=[f"worker {rank} on {name}" for rank, name in enumerate(self._names)],
             disk=self._disk(),
             numbers=numbers if left is None else numbers | {"left_s": left},
         )
+
+    def _waiting_for(self) -> str | None:
+        if self._doing == WAITS:
+            return "parts that generate has under way: all that is sealed was learnt"
+        share = self._line.get("data_wait_share", 0.0)
+        return f"data, {100 * share:.0f} % of the time" if share > _WAITS else None
 
     def _disk(self) -> str:
         where = self._run.root if self._run.is_local else tempfile.gettempdir()

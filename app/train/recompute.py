@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from app.train.fusion import rms_norm, swiglu
+from app.train.weights import Weight, linear
 
 R = TypeVar("R")
 
@@ -36,19 +37,19 @@ def norm(x: Tensor, gain: Tensor, eps: float, keeps: bool = False) -> Tensor:
     return out
 
 
-def norm_linear(x: Tensor, gain: Tensor, weight: Tensor, eps: float, keeps: bool = False) -> Tensor:
+def norm_linear(x: Tensor, gain: Tensor, weight: Weight, eps: float, keeps: bool = False) -> Tensor:
     """rms_norm(x) @ weight^T: [N, H], [H], [M, H] -> [N, M]; keeps x and not its norm, or what `norm` does and that."""
     if keeps:
-        return F.linear(norm(x, gain, eps, keeps), weight)
-    out: Tensor = _NormLinear.apply(x, gain, weight, eps)
+        return linear(norm(x, gain, eps, keeps), weight)
+    out: Tensor = _NormLinear.apply(x, gain, weight.value, weight, eps)
     return out
 
 
-def swiglu_linear(gate_up: Tensor, weight: Tensor, keeps: bool = False) -> Tensor:
+def swiglu_linear(gate_up: Tensor, weight: Weight, keeps: bool = False) -> Tensor:
     """swiglu(gate_up) @ weight^T: [N, 2 I], [H, I] -> [N, H]; keeps gate_up and not the activation, or both."""
     if keeps:
-        return F.linear(swiglu(gate_up), weight)
-    out: Tensor = _SwigluLinear.apply(gate_up, weight)
+        return linear(swiglu(gate_up), weight)
+    out: Tensor = _SwigluLinear.apply(gate_up, weight.value, weight)
     return out
 
 
@@ -94,32 +95,34 @@ class _Norm(torch.autograd.Function):
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, gain, weight)
-        ctx.eps = eps
-        return F.linear(rms_norm(x, gain, eps), weight)
+    def forward(ctx: Any, x: Tensor, gain: Tensor, value: Tensor, weight: Weight, eps: float) -> Tensor:
+        ctx.save_for_backward(x, gain, value)
+        ctx.weight, ctx.eps = weight, eps
+        return F.linear(rms_norm(x, gain, eps), value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, gain, weight = ctx.saved_tensors
+        x, gain, value = ctx.saved_tensors
         with torch.enable_grad():
             inputs = x.detach().requires_grad_(), gain.detach().requires_grad_()
             normed = rms_norm(*inputs, ctx.eps)  # [N, H]
-        d_x, d_gain = torch.autograd.grad(normed, inputs, grads[0] @ weight)
-        return d_x, d_gain, grads[0].T @ normed.detach(), None
+        ctx.weight.gradient.add(ctx.weight.rows, grads[0], normed.detach())
+        return *torch.autograd.grad(normed, inputs, grads[0] @ value), None, None, None
 
 
 class _SwigluLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up, weight)
-        return F.linear(swiglu(gate_up), weight)
+    def forward(ctx: Any, gate_up: Tensor, value: Tensor, weight: Weight) -> Tensor:
+        ctx.save_for_backward(gate_up, value)
+        ctx.weight = weight
+        return F.linear(swiglu(gate_up), value)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        gate_up, weight = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, value = ctx.saved_tensors
         with torch.enable_grad():
             source = gate_up.detach().requires_grad_()
             active = swiglu(source)  # [N, I]
-        (d_gate_up,) = torch.autograd.grad(active, source, grads[0] @ weight)
-        return d_gate_up, grads[0].T @ active.detach()
+        ctx.weight.gradient.add(ctx.weight.rows, grads[0], active.detach())
+        (d_gate_up,) = torch.autograd.grad(active, source, grads[0] @ value)
+        return d_gate_up, None, None

@@ -13,10 +13,11 @@ from app.draft_config import DraftConfig
 from app.errors import UserError
 from app.live import Live, forget, tell
 from app.node_target import target_here
+from app.parts import PartEntry
 from app.pipeline import StageContext, StageResult
 from app.pipelines.vocab import load_vocab
 from app.runfolder import digest_of, flat_config, flat_defaults
-from app.sizing import see_cluster
+from app.sizing import engine_cpus, see_cluster
 from app.storage import Store
 from app.target import TargetInfo
 from app.train import trainer, warm_start
@@ -24,6 +25,7 @@ from app.train.loop import FOLDER, SUMMARY, Place, draft_config, train_loop_per_
 from app.train.pulse import FAULT
 from app.train.state import StopRequest, ask_to_stop
 from app.train.trackers import require_trackers
+from app.windows import Windows, read_windows, windows_of, write_windows
 
 log = logging.getLogger("draftmill")
 
@@ -44,7 +46,9 @@ def run(ctx: StageContext) -> StageResult:
     config, store = ctx.config, ctx.run.store
     if _best_is_damaged(ctx):
         store.delete(FOLDER)
-    summary, shape = train_in(ctx, Place())
+    begun = ctx.ahead.finish() if ctx.ahead is not None else None
+    trained, earlier_s = begun if begun is not None else (train_in(ctx, Place(), windowed=close_windows(ctx)), 0.0)
+    summary, shape = trained
     outputs = [f"{FOLDER}/{SUMMARY}", f"{FOLDER}/metrics.jsonl"]
     weights = [f"{FOLDER}/checkpoints/step-{summary['steps']:08d}/weights.safetensors"]
     if store.exists(f"{FOLDER}/best/state.json"):
@@ -57,6 +61,7 @@ def run(ctx: StageContext) -> StageResult:
         counts={k: v for k, v in summary.items() if k != "validation"},
         seeds={"train": config.train.seed},
         extra={"draft_config": shape.model_dump(mode="json")},
+        earlier_s=earlier_s,
     )
 
 
@@ -70,41 +75,48 @@ def check(ctx: StageContext) -> None:
     warm_start.check(ctx, lambda size: draft_config(ctx.target, ctx.config.train, list(ctx.layers), size))
 
 
-def train_in(ctx: StageContext, place: Place) -> tuple[dict[str, Any], DraftConfig]:
+def close_windows(ctx: StageContext) -> bool:
+    """Whether a training that went by sealed windows is to go on; no window comes to them any more."""
+    entries = load_entries(ctx)
+    windows = windows_under_way(ctx, entries)
+    if windows is None or windows.closed:
+        return windows is not None
+    fresh = windows.unsealed_of({e.part: e for e in entries})
+    require_states(ctx, "train", fresh)
+    write_windows(ctx.run.store, windows.closed_with(fresh))
+    return True
+
+
+def train_in(ctx: StageContext, place: Place, windowed: bool = False) -> tuple[dict[str, Any], DraftConfig]:
     """Train in folder `place.folder` of the run; its summary and the draft's shape.
+
+    windowed: by the sealed windows, which may still be coming, in place of all parts.
 
     Raises:
         UserError: as `run`.
     """
     config, store = ctx.config, ctx.run.store
     own = store.sub(place.folder)
-    entries = load_entries(ctx)
-    require_states(ctx, "train", entries)
+    entries = None if windowed else load_entries(ctx)
+    if entries is not None:
+        require_states(ctx, "train", entries)
     shape = draft_config(ctx.target, config.train, list(ctx.layers), len(load_vocab(store).kept_ids))
     initial = warm_start.initial_draft(ctx)
     if initial is not None:
         shape = warm_start.warm_config(shape, initial.config, config.train)
-    keys = ("train", "evaluate.holdout", "evaluate.holdout_seed")
-    defaults = flat_defaults(config, keys, EXECUTION_KEYS)
-    # Values at their default are left out: a key that a later version adds must not end a training under way.
-    shaping = {k: v for k, v in flat_config(config, keys, EXECUTION_KEYS).items() if v != defaults[k]}
-    # Checkpoints of other settings must never be taken for this training's: the newest one is exported.
-    inputs = {
-        "generate": ctx.input("generate").digest,
-        "vocab": ctx.input("vocab").digest,
-        "settings": digest_of([shaping, shape.model_dump(mode="json")]),
-    }
-    if initial is not None:
-        inputs["initial draft"] = initial.digest
-    if place.share != 1.0:
-        inputs["share"] = str(place.share)
-    if own.read_json(_INPUTS) != inputs:
-        store.delete(place.folder)
+    if windowed:
+        inputs = _windowed_inputs(ctx)
+    else:
+        inputs = {
+            "generate": ctx.input("generate").digest,
+            "vocab": ctx.input("vocab").digest,
+            "settings": digest_of([_shaping(config), shape.model_dump(mode="json")]),
+        }
         if initial is not None:
-            warm_start.place(initial, own)
-        own.write_json(_INPUTS, inputs)  # last: what it stands for is there
-    elif initial is not None and not warm_start.is_placed(own):
-        warm_start.place(initial, own)  # cleaned since
+            inputs["initial draft"] = initial.digest
+        if place.share != 1.0:
+            inputs["share"] = str(place.share)
+    _prepare(store, place.folder, inputs, initial)
     own.delete(FAULT)
     own.delete(StopRequest.PATH)
     connect(config.ray)
@@ -115,16 +127,67 @@ def train_in(ctx: StageContext, place: Place) -> tuple[dict[str, Any], DraftConf
         "target": ctx.target.to_json(),
         "entries": entries,
         "place": place,
+        "beside": windowed and not _is_generated(ctx),  # engines run meanwhile
     }
     _fit(config, store, loop_config)
     summary = own.read_json(SUMMARY)
-    forget(store, place.folder)
     own.delete(_RAY)
     if summary is None:
         raise UserError(
             "train: the workers ended without a summary; look at their logs, then run the same command again"
         )
+    forget(store, place.folder)
     return summary, shape
+
+
+def _shaping(config: Config) -> dict[str, Any]:
+    """The settings that checkpoints depend on. Values at their default are left out: a key that a later version adds
+    must not end a training under way."""
+    keys = ("train", "evaluate.holdout", "evaluate.holdout_seed")
+    defaults = flat_defaults(config, keys, EXECUTION_KEYS)
+    return {k: v for k, v in flat_config(config, keys, EXECUTION_KEYS).items() if v != defaults[k]}
+
+
+def _windowed_inputs(ctx: StageContext) -> dict[str, str]:
+    """What checkpoints of a training by windows were made from, beside the windows: these tell of the parts, and the
+    map follows from the first of them."""
+    return {
+        "generate": "sealed windows",
+        "vocab": digest_of(flat_config(ctx.config, ("vocab",))),
+        "settings": digest_of([_shaping(ctx.config)]),
+        **warm_start.outside(ctx),
+    }
+
+
+def _prepare(store: Store, folder: str, inputs: dict[str, str], initial: warm_start.InitialDraft | None) -> None:
+    """Empty the training's folder unless all in it was made from `inputs`: checkpoints of other settings must never be
+    taken for this training's, as the newest one is exported."""
+    own = store.sub(folder)
+    if own.read_json(_INPUTS) != inputs:
+        store.delete(folder)
+        if initial is not None:
+            warm_start.place(initial, own)
+        own.write_json(_INPUTS, inputs)  # last: what it stands for is there
+    elif initial is not None and not warm_start.is_placed(own):
+        warm_start.place(initial, own)  # cleaned since
+
+
+def prepare_windowed(ctx: StageContext) -> None:
+    """Make the folder ready for a training by windows; one of these very settings keeps what is in it."""
+    _prepare(ctx.run.store, FOLDER, _windowed_inputs(ctx), warm_start.initial_draft(ctx))
+
+
+def windows_under_way(ctx: StageContext, entries: list[PartEntry]) -> Windows | None:
+    """The windows of a training by today's settings, where they are of `entries`."""
+    windows = windows_of(ctx.run.store, ctx.config, entries)
+    known = windows is not None and ctx.run.store.sub(FOLDER).read_json(_INPUTS) == _windowed_inputs(ctx)
+    return windows if known else None
+
+
+def _is_generated(ctx: StageContext) -> bool:
+    """Whether no engine is at work any more."""
+    windows = read_windows(ctx.run.store)
+    return windows is not None and windows.closed
 
 
 def _best_is_damaged(ctx: StageContext) -> bool:
@@ -146,7 +209,7 @@ def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
 
     own = store.sub(loop_config["place"].folder)
     use_gpu = config.train.use_gpu if config.train.use_gpu is not None else gpu_count() > 0
-    resources = _resources(config, use_gpu)
+    resources = _resources(config, use_gpu, loop_config["beside"])
     filesystem = None
     if not store.is_local:
         from pyarrow.fs import FSSpecHandler, PyFileSystem
@@ -171,7 +234,7 @@ def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
     try:
         group.fit()
     except KeyboardInterrupt:
-        _save_and_leave(own)
+        save_and_leave(own)
         raise
     except Exception as error:
         fault = own.read_json(FAULT)
@@ -183,11 +246,13 @@ def _fit(config: Config, store: Store, loop_config: dict[str, Any]) -> None:
         raise
 
 
-def _save_and_leave(store: Store) -> None:
-    """An interrupt (SIGTERM is one): the workers save where they are, so that the next run goes on there."""
+def save_and_leave(store: Store) -> bool:
+    """An interrupt (SIGTERM is one): the workers save where they are, so that the next run goes on there; whether they
+    did."""
     log.info("train: stopping; the workers save first (interrupt again to leave without)")
     saved = ask_to_stop(store, _STOP_PATIENCE_S if store.is_local else _LONGER_STOP_S)
     log.info("train: %s", "saved" if saved else "no checkpoint was made; the next run goes on from the one before")
+    return saved
 
 
 def _trainer_class() -> Any:
@@ -207,8 +272,8 @@ def _trainer_class() -> Any:
     return Trainer
 
 
-def _resources(config: Config, use_gpu: bool) -> dict[str, float]:
-    """What one worker asks for; CPU workers make do with what a small machine has."""
+def _resources(config: Config, use_gpu: bool, beside: bool) -> dict[str, float]:
+    """What one worker asks for; CPU workers make do with what a small machine has, `beside` engines with the rest."""
     workers, own = config.train.workers, config.train.resources
     cluster = see_cluster(own)
     have = f"the nodes with {own} have" if own else "the cluster has"
@@ -221,7 +286,7 @@ def _resources(config: Config, use_gpu: bool) -> dict[str, float]:
                 " or set train.use_gpu=false"
             )
         return {"GPU": 1, "CPU": 1, **own}
-    cpus = int(cluster.cpus) // workers
+    cpus = int(cluster.cpus - (engine_cpus(config, cluster) if beside else 0)) // workers
     if cpus < 1:
         raise UserError(f"train.workers is {workers} and {have} {cluster.cpus:g} CPUs; lower it")
     return {"CPU": min(config.train.cpus_per_worker, cpus), **own}

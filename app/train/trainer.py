@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from app.train.evaluate import GreedyDraft, Tally, batches, summarise, walk
 from app.train.guards import BadSteps, Watch, suspects
 from app.train.loss import StepStats, UnrolledLoss
 from app.train.objective import Objective
-from app.train.progress import Waits, Window
+from app.train.progress import WAITS, Waits, Window
 from app.train.ranks import Ranks
 from app.train.state import (
     Metrics,
@@ -49,6 +49,8 @@ from app.train.state import (
     save_state,
 )
 from app.train.trackers import Tracker, flat_numbers
+from app.train.update import move
+from app.train.window_plan import WindowPlan, WindowSource
 
 log = logging.getLogger("draftmill")
 
@@ -80,6 +82,8 @@ class TrainJob:
     trackers: Callable[[int], Sequence[Tracker]] = lambda step: ()  # of the leading rank, by the step it goes on from
     pulse: Callable[[int, int, str], None] = lambda step, steps, doing: None  # a sign of life, of every rank
     initial_digest: str | None = None  # of the weights `draft` starts from, where they are another draft's
+    windows: WindowSource | None = None  # where `train` and `valid` grow while training goes on
+    longest: int | None = None  # tokens that no sample to come exceeds, with `windows`
 
 
 class Trainer:
@@ -99,10 +103,10 @@ class Trainer:
             sharding.shard(self.draft, job.device, where)
         self.dtype = usable_dtype(c.compute_dtype, job.device)
         self.loss = UnrolledLoss(self.draft, job.head, c.unroll_steps, c.step_decay, self.dtype, Objective.of(c))
-        self.plan = StepPlan(job.train.infos, c.tokens_per_step, c.seed, longest_document(c, self.draft.config))
+        self.plan = self._plan()
         self.activations = self._activations()
-        self.total_steps = max(1, round(c.epochs * self.plan.steps_per_epoch))
-        self.validation_steps = self._validation_steps()
+        self.total_steps = self.plan.total(c.epochs)
+        self.validation_steps = self.plan.validations(c.epochs, c.validate_every_epochs)
         matrices = [p for p in self.draft.parameters() if p.dim() > 1]
         norms = [p for p in self.draft.parameters() if p.dim() == 1]
         groups = [
@@ -115,6 +119,7 @@ class Trainer:
         else:
             self.optimizer = torch.optim.AdamW(groups, lr=c.learning_rate, betas=c.betas, fused=True)
         self.step, self.seconds, self.waited, self.last_loss = 0, 0.0, 0.0, math.nan
+        self.waited_for_parts = 0.0  # seconds, apart from those of `waited`
         self.stopped = False
         self.validations: list[dict[str, Any]] = []
         self.train_losses: list[float] = []  # of the lines since the last validation
@@ -155,7 +160,7 @@ class Trainer:
         log_every = max(1, self.total_steps // LOG_LINES)
         last_save = last_line = started = time.monotonic()
         before, waited_before, window = self.seconds, self.waited, Window()
-        steps = Waits(on_device(loader.steps(self.step, self.total_steps), self.job.device))
+        steps = Waits(self._coming(loader, metrics, stop), lambda: self.waited_for_parts)
         for loaded in steps:
             due = ranks.leads and time.monotonic() - last_save > c.checkpoint_every_s
             stats, norm, save, self.stopped = self._train_step(loaded, due, stop.asked(ranks.leads))
@@ -181,6 +186,57 @@ class Trainer:
                 stop.done(self.step, self.total_steps, ranks.leads)
                 return
         self.watch.after_step(self.step, ends=True)
+
+    def _coming(self, loader: StepLoader, metrics: Metrics | None, stop: StopRequest) -> Iterator[LoadedStep]:
+        """The steps to do, those of windows that are still to come too; ends where a stop is asked meanwhile."""
+        yield from on_device(loader.steps(self.step, self._known_steps), self.job.device)
+        while self.plan.open:
+            if not self._next_windows(metrics, stop):
+                self.stopped = True
+                stop.done(self.step, self.total_steps, self.ranks.leads)
+                return
+            yield from on_device(loader.steps(self.step, self._known_steps), self.job.device)
+        ended = any(v["step"] == self.step for v in self.validations)
+        if self.job.windows is not None and not ended:  # the windows it had turned out to be all
+            self._validate(metrics)
+            self._save(metrics)
+
+    @property
+    def _known_steps(self) -> int:
+        return self.plan.ready if isinstance(self.plan, WindowPlan) and self.plan.open else self.total_steps
+
+    def _next_windows(self, metrics: Metrics | None, stop: StopRequest) -> bool:
+        """Save, and wait until there is more to learn from or the windows are closed; False: a stop is asked for."""
+        source, plan, ranks = self.job.windows, self.plan, self.ranks
+        assert source is not None and isinstance(plan, WindowPlan)
+        before, started, waits = self.waited_for_parts, time.monotonic(), False
+        while True:
+            told = ranks.gather((source.look() if ranks.leads else None, stop.asked(ranks.leads)))
+            asked = any(one for _, one in told)
+            source.take(told[0][0])
+            self._grow(plan)
+            there = plan.ready > self.step or not plan.open
+            if not waits and (asked or not there) and self.step:
+                self._save(metrics)
+            if asked or there:
+                if ranks.leads and waits and not asked:
+                    log.info("training: goes on, %d samples in %d windows so far", len(plan.indices), plan.taken)
+                return not asked
+            if ranks.leads and not waits:
+                log.info("training: caught up with generate at step %d, and waits for parts", self.step)
+            waits = True
+            self.job.pulse(self.step, self.total_steps, WAITS)
+            time.sleep(source.every_s)
+            self.waited_for_parts = before + time.monotonic() - started
+
+    def _grow(self, plan: WindowPlan) -> None:
+        """Plan the windows that were taken, and what follows from them."""
+        c, infos = self.config, self.job.train.infos
+        if not plan.grow():
+            return
+        self.total_steps = self.watch.total_steps = plan.total(c.epochs)
+        self.validation_steps = plan.validations(c.epochs, c.validate_every_epochs)
+        self.activations.require([infos[i] for i in plan.indices], plan.max_tokens, self.activations_said)
 
     def _write_line(self, window: Window, norm: float, metrics: Metrics | None) -> dict[str, Any] | None:
         """One line of the log for the steps of `window`; None where all of them were skipped."""
@@ -209,10 +265,11 @@ class Trainer:
 
     def summary(self) -> dict[str, Any]:
         """Plain numbers of the run so far."""
-        lengths = [v["acceptance_length"] for v in self.validations]
+        last = self.validations[-1:]  # with windows the first ones are over fewer conversations
+        lengths = [v["acceptance_length"] for v in self.validations if v["conversations"] == last[0]["conversations"]]
         return {
             "steps": self.step,
-            "epochs": self.step / self.plan.steps_per_epoch,
+            "epochs": self.plan.epochs_after(self.step),
             "steps_per_epoch": self.plan.steps_per_epoch,
             "samples": len(self.plan.indices),
             "samples_left_out": self.plan.left_out,
@@ -220,6 +277,7 @@ class Trainer:
             "loss": self.last_loss,
             "seconds": self.seconds,
             "data_wait_share": self.waited / max(self.seconds, 1e-9),
+            "waited_for_parts_s": self.waited_for_parts,
             "skipped_steps": self.bad_steps.count,
             "teacher_agreement": self.checked,
             "validation": self.validations,
@@ -234,8 +292,8 @@ class Trainer:
         packs = loaded.packs
         kept = [self.loss.keep(p) for p in packs]
         own = torch.stack([self.loss.counts(p, k) for p, k in zip(packs, kept, strict=True)]).sum(0)  # [K]
-        control = torch.cat([own, own.new_tensor([float(save_due), float(stop)])]).to(device)  # [K+2]
-        *counts, save, stop_all = ranks.sum(control).tolist()
+        control = torch.cat([own, own.new_tensor([float(save_due), float(stop)])])  # [K+2]
+        *counts, save, stop_all = (ranks.sum(control.to(device)) if ranks.active else control).tolist()
         stats: StepStats | None = None
         total = torch.tensor(counts, dtype=torch.float64)
         jobs = []
@@ -247,19 +305,15 @@ class Trainer:
         assert stats is not None
         if not sharding.is_sharded(self.draft):
             ranks.sum_gradients(self.draft.parameters())
-        norm = float(sharding.full(torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.config.grad_clip)))
-        finite = math.isfinite(norm) and bool(torch.isfinite(stats.loss).all())
-        if float(ranks.sum(torch.tensor(float(not finite), device=device))):
+        rate = learning_rate(self.config, self.step, self.plan.rate_total(self.step, self.config.epochs))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        norm, moved = move(self.optimizer, self.draft, self.config.grad_clip, stats.loss.isfinite().all(), ranks)
+        if not moved:
             self._skip(loaded, norm)
             stats = None
-        else:
-            rate = learning_rate(self.config, self.step, self.total_steps)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-            if self.loss.objective.adapts:
-                self.loss.adapt(ranks.sum(stats.alpha.clone()), torch.tensor(counts))
-        self.optimizer.zero_grad(set_to_none=True)
+        elif self.loss.objective.adapts:
+            self.loss.adapt(ranks.sum(stats.alpha.clone()), torch.tensor(counts))
         return stats, norm, save > 0, stop_all > 0
 
     def _skip(self, loaded: LoadedStep, norm: float) -> None:
@@ -286,7 +340,7 @@ class Trainer:
         weights = self.config.step_decay ** torch.arange(len(mean), dtype=torch.float64)  # [K]
         return {
             "step": self.step,
-            "epoch": self.step / self.plan.steps_per_epoch,
+            "epoch": self.plan.epochs_after(self.step),
             "loss": float((weights * mean).sum()),
             "loss_by_step": mean.tolist(),
             "accuracy_by_step": (hits / rows.clamp(min=1)).tolist(),
@@ -307,7 +361,8 @@ class Trainer:
     def _walk(self, source: SampleSource, metrics: Metrics | None) -> None:
         k = self.job.num_draft_tokens
         propose = GreedyDraft(self.draft, self.dtype)
-        mine = (cut(source[i], self.plan.max_tokens) for i in range(self.ranks.rank, len(source), self.ranks.world))
+        count = self.plan.valid_count(self.step, len(source))
+        mine = (cut(source[i], self.plan.max_tokens) for i in range(self.ranks.rank, count, self.ranks.world))
         tallies: list[Tally] = []
         stats = StepStats.zeros(self.config.unroll_steps, self.job.device)
         for batch in batches(mine, TOKENS_PER_PASS[self.job.device.type]):
@@ -330,7 +385,8 @@ class Trainer:
             "accuracy_by_step": means["accuracy_by_step"],
         }
         self.train_losses = []
-        best = max((v["acceptance_length"] for v in self.validations), default=-math.inf)
+        alike = [v for v in self.validations if v["conversations"] == acceptance.conversations]  # fewer are no measure
+        best = max((v["acceptance_length"] for v in alike), default=-math.inf)
         self.validations.append(values)
         if metrics is not None:
             self._publish(metrics, {"step": self.step, "validation": values})
@@ -343,7 +399,7 @@ class Trainer:
                     self._weights(),
                     {"step": self.step, "fingerprint": self.fingerprint, **values},
                 )
-            self.watch.after_validation(self.validations)
+            self.watch.after_validation([*alike, values])
         self.job.on_validation(values)
 
     def _save(self, metrics: Metrics | None) -> None:
@@ -355,16 +411,18 @@ class Trainer:
             return
         metrics.flush()
         optimizer |= {f"rng/{rank}": state for rank, state in enumerate(random_states)}
+        epoch, step_of_epoch = self.plan.place(self.step)
         meta = {
             "fingerprint": self.fingerprint,
-            "epoch": self.step // self.plan.steps_per_epoch,
-            "step_of_epoch": self.step % self.plan.steps_per_epoch,
+            "epoch": epoch,
+            "step_of_epoch": step_of_epoch,
             "total_steps": self.total_steps,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "loss": self.last_loss,
             "alpha": self.loss.alpha.tolist(),
             "seconds": self.seconds,
             "waited": self.waited,
+            "waited_for_parts": self.waited_for_parts,
             "validations": self.validations,
             "train_losses": self.train_losses,
             "bad_steps": self.bad_steps.count,
@@ -380,6 +438,7 @@ class Trainer:
         restore_optimizer(self.draft, self.optimizer, saved.optimizer)
         meta = saved.meta
         self.step, self.seconds, self.waited, self.last_loss = (meta[k] for k in ("step", "seconds", "waited", "loss"))
+        self.waited_for_parts = meta.get("waited_for_parts", 0.0)
         self.validations, self.train_losses = list(meta["validations"]), list(meta["train_losses"])
         self.bad_steps.count, self.checked = meta["bad_steps"], meta["checked"]
         self.loss.alpha = self.loss.alpha.new_tensor(meta["alpha"])
@@ -396,6 +455,12 @@ class Trainer:
         del state["embed_tokens.weight"]  # the target's own, read again from there
         return state
 
+    def _plan(self) -> StepPlan:
+        c, longest = self.config, longest_document(self.config, self.draft.config)
+        if self.job.windows is not None:
+            return WindowPlan(self.job.windows, c.tokens_per_step, c.seed, longest)
+        return StepPlan(self.job.train.infos, c.tokens_per_step, c.seed, longest)
+
     def _activations(self) -> Activations:
         """What passes may keep, by the budget; longer documents than the plan takes whole are named.
 
@@ -409,26 +474,27 @@ class Trainer:
                 plan.cut, len(infos), plan.max_tokens, limit_name(c, self.draft.config), plan.cut_tokens,
             )  # fmt: skip
         if c.activation_gib == "auto":
-            longest = max(plan.tokens.values())
+            # With windows to come the budget must not depend on when one looks: passes would be made up otherwise.
+            longest = min(plan.max_tokens, self.job.longest or max(plan.tokens.values()))
             budget = room(c, self.draft.config, self.job.device, self.ranks.world, longest)
             said = "auto, what the memory leaves"
         else:
             budget, said = int(c.activation_gib * GIB), "train.activation_gib"
         on_cpu = self.job.device.type == "cpu"
         activations = Activations(self.draft.config, self.dtype.itemsize, c.unroll_steps, budget, keeps_more=on_cpu)
+        self.activations_said = said
         activations.require(infos, plan.max_tokens, said)
         return activations
-
-    def _validation_steps(self) -> set[int]:
-        every = self.config.validate_every_epochs * self.plan.steps_per_epoch
-        return {round(i * every) for i in range(1, int(self.total_steps / every) + 1)} - {0} | {self.total_steps}
 
     def _fingerprint(self, draft: Eagle3Draft) -> str:
         """Digest of all that decides what the steps compute: settings, data lengths, draft, vocabulary.
 
         Settings at their default are left out: a key that a later version adds must not end trainings under way.
         """
-        lengths = [(i.sample_id, i.num_tokens, i.num_supervised) for i in self.job.train.infos]
+        infos, windows = self.job.train.infos, self.job.windows
+        if windows is not None:  # the first one: those that follow are told by the file of windows
+            infos = infos[: windows.pieces[0].samples]
+        lengths = [(i.sample_id, i.num_tokens, i.num_supervised) for i in infos]
         parts = [
             self.config.model_dump(mode="json", exclude=set(EXECUTION_KEYS), exclude_defaults=True),
             draft.config.model_dump(mode="json"),

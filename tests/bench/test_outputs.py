@@ -1,10 +1,12 @@
 """Outputs with and without a draft: the first difference, and the test of their distribution."""
 
+import json
 import random
+from typing import Any
 
 import pytest
 
-from app.bench.outputs import differences, same_distribution
+from app.bench.outputs import differences, same_distribution, stored
 
 Draws = list[list[list[int]]]
 
@@ -17,6 +19,24 @@ def test_the_first_difference_is_shown() -> None:
     assert found[1] == {"prompt": 2, "first_difference": 2, "baseline": [9], "draft": []}
     assert found[2] == {"prompt": 3, "first_difference": 2, "baseline": [1] * 5, "draft": [2] * 5}
     assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("base", "draft", "told"),
+    [
+        ([901, 902, 903], [901, 902, 903], {"baseline_tokens": 3, "draft_tokens": 3, "first_difference": None}),
+        ([901, 902, 903], [901, 904], {"baseline_tokens": 3, "draft_tokens": 2, "first_difference": 1}),
+        ([901, 902, 903], [901], {"baseline_tokens": 3, "draft_tokens": 1, "first_difference": 1}),
+        (None, [901], {"baseline_tokens": None, "draft_tokens": 1, "first_difference": None}),
+    ],
+)
+def test_of_a_private_row_no_token_is_stored(base: list[int] | None, draft: list[int], told: dict[str, Any]) -> None:
+    row = {"sample_id": "s-0", "domain": "d", "private": True, "prompt_ids": [905], "answer_ids": [901]}
+    line = stored(row, base, draft)
+    assert line == {"sample_id": "s-0", "domain": "d", "private": True, **told} and "90" not in json.dumps(line)
+    assert stored({**row, "private": False}, base, draft) == {
+        "sample_id": "s-0", "domain": "d", "baseline": base, "draft": draft,
+    }  # fmt: skip
 
 
 def chain(weights: list[float], tokens: int, source: random.Random) -> list[int]:

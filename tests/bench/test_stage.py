@@ -94,6 +94,23 @@ def test_two_servers(tiny: Path, tmp_path: Path, servers: tuple[FakeDraftServer,
     assert any(len(p) > 30 for p in turns)
 
 
+def test_tokens_of_private_prompts_stay_out_of_the_files(
+    tiny: Path, tmp_path: Path, servers: tuple[FakeDraftServer, FakeDraftServer]
+) -> None:
+    base, draft = servers
+    draft.wrong = 5
+    own = {"path": str(write_rows(tmp_path / "own.jsonl", rows())), "private": True}
+    _, found = run(tiny, tmp_path, sources=[own], bench__server=draft.url, bench__baseline_server=base.url)
+    lines = [json.loads(x) for x in (tmp_path / "run/bench/outputs.jsonl").read_text().splitlines()]
+    assert len(lines) == 6 == found["output_mismatches"]
+    for line in lines:
+        assert line.keys() == {
+            "sample_id", "domain", "private", "baseline_tokens", "draft_tokens", "first_difference",
+        }  # fmt: skip
+        assert line["first_difference"] == 5 < line["baseline_tokens"]
+    assert all(e["baseline_ids"] == [] and e["baseline"] == "(private)" for e in found["mismatch_examples"])
+
+
 def test_a_server_with_nothing_to_compare(
     tiny: Path, tmp_path: Path, servers: tuple[FakeDraftServer, FakeDraftServer]
 ) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,10 @@ def test_the_command_prints_every_line_in_order_and_exits_by_what_it_found(
     ids = [line.split()[0] for line in lines]
     assert ids == [name for name, _, _ in CHECKS] and sorted(SECTIONS) == sorted({i[0] for i in ids})
     states = {line[6:20].strip() for line in lines}
-    assert states == {"passed", "not applicable"}
+    assert states == {"passed", "advice", "not applicable"}
+    told = {line.split()[0] for line, below in pairwise(done.stdout.splitlines()) if below.lstrip().startswith("->")}
+    assert told == {line.split()[0] for line in lines if line[6:20].strip() == "advice"} and "E1" in told
+    assert re.search(r"\n\d+ passed, \d+ with advice, 0 failed, \d+ not applicable\n$", done.stdout)
 
     eagle_command(config)
     context(config).run.write_config(config)
@@ -121,7 +126,7 @@ def test_f74_a_bench_of_another_form_is_noted(healthy: Config, tmp_path: Path) -
     fp8 = config.bench.model_copy(update={"engine_args": {"quantization": "fp8"}})
     report = examine(context(config.model_copy(update={"bench": fp8})))
     (line,) = [line for line in report.lines if line.id == "B5"]
-    assert line.finding.state == "passed" and "(quantization fp8) than was captured (quantization none)" in (
+    assert line.finding.state == "advice" and "(quantization fp8) than was captured (quantization none)" in (
         line.finding.next_step or ""
     )
 
@@ -130,7 +135,7 @@ def test_f74_a_bench_of_another_form_is_noted(healthy: Config, tmp_path: Path) -
     ("samples", "note"),
     [(100, "far below the usual volume"), (20_000, "published drafts use 50,000 samples and more"), (68_000, "")],
 )
-def test_f79_a_small_volume_is_a_note_and_no_fault(healthy: Config, samples: int, note: str) -> None:
+def test_f79_a_small_volume_is_advice_and_no_fault(healthy: Config, samples: int, note: str) -> None:
     facts = Facts(context(healthy), ("ingest", "generate", "vocab", "train"))
     generate = facts.manifest("generate")
     counts = {**generate.counts, "samples": samples}
@@ -138,7 +143,8 @@ def test_f79_a_small_volume_is_a_note_and_no_fault(healthy: Config, samples: int
         of_train = facts.manifest("train")
         patch.setattr(facts, "manifest", lambda s: of_train if s == "train" else replace(generate, counts=counts))
         found = enough_data(facts)
-    assert found.state == "passed" and (found.next_step or "").startswith(note) and bool(found.next_step) == bool(note)
+    assert found.state == ("advice" if note else "passed") and found.cause is None
+    assert found.next_step.startswith(note) and bool(found.next_step) == bool(note)
     for words in (f"{samples:,} samples", "answer tokens", "20 epochs", "100 % of the samples looked at answered by"):
         assert words in found.evidence, words
 

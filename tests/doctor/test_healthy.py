@@ -42,7 +42,7 @@ def test_a_healthy_run_passes_at_every_stage(seed: int, tmp_path: Path) -> None:
         assert not causes(report), "\n".join(report.text())
     report = examine(context(config))
     assert not causes(report), "\n".join(report.text())
-    assert sum(line.finding.state == "passed" for line in report.lines) >= 30, "\n".join(report.text())
+    assert sum(line.finding.state in ("passed", "advice") for line in report.lines) >= 30, "\n".join(report.text())
 
 
 TALKS = [

@@ -13,8 +13,8 @@ from torch import Tensor
 from app.captured import part_keys
 from app.config import Config
 from app.draft_config import DraftConfig
+from app.parts import PartEntry, write_part
 from app.parts import read_ingest_part as read_part
-from app.parts import write_part
 from app.pipeline import Stage, StageContext, StageResult, run_stage
 from app.pipelines.vocab import load_vocab
 from app.stages import STAGES
@@ -33,28 +33,33 @@ def finish_generate(config: Config, answer: Callable[[str, int], list[int]] = an
     ctx = context(config)
     run_stage(stage("ingest"), ctx)
     for part, key in part_keys(ctx).items():
-        source = read_part(ctx.run.store, part)
-        rows = [_sample_row(row, answer(f"{row['id']}-0", 12)) for row in source]
-        supervised = sum(sum(r["loss_mask"]) for r in rows)
-        entry = {
-            "part": part,
-            "key": key,
-            "rows_in": len(rows),
-            "conversations": len(rows),
-            "rejects": [],
-            "tokens": {"prompt": 0, "answer": supervised, "supervised": supervised},
-            "finish_reasons": {"stop": len(rows)},
-            "cut_short": [],
-            "layers": list(ctx.layers),
-            "dtype": "bfloat16",
-            "hidden_size": HIDDEN,
-            "seconds": 0.0,
-            "codec": config.capture.codec,
-            "compression": config.capture.compression,
-        }
-        write_part(ctx.run.store, entry, rows, [states_of(r["prompt_ids"] + r["answer_ids"]) for r in rows])
+        make_part(ctx, part, key, answer)
     run_stage(stage("generate"), ctx)
     return ctx
+
+
+def make_part(ctx: StageContext, part: int, key: str, answer: Callable[[str, int], list[int]] = answer_of) -> PartEntry:
+    """Commit a part with `answer(request_id, length)`."""
+    source = read_part(ctx.run.store, part)
+    rows = [_sample_row(row, answer(f"{row['id']}-0", 12)) for row in source]
+    supervised = sum(sum(r["loss_mask"]) for r in rows)
+    entry = {
+        "part": part,
+        "key": key,
+        "rows_in": len(rows),
+        "conversations": len(rows),
+        "rejects": [],
+        "tokens": {"prompt": 0, "answer": supervised, "supervised": supervised},
+        "finish_reasons": {"stop": len(rows)},
+        "cut_short": [],
+        "layers": list(ctx.layers),
+        "dtype": "bfloat16",
+        "hidden_size": HIDDEN,
+        "seconds": 0.0,
+        "codec": ctx.config.capture.codec,
+        "compression": ctx.config.capture.compression,
+    }
+    return write_part(ctx.run.store, entry, rows, [states_of(r["prompt_ids"] + r["answer_ids"]) for r in rows])
 
 
 def finish_random(config: Config, **draft_changes: Any) -> StageContext:

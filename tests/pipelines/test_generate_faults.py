@@ -24,7 +24,7 @@ import torch
 from app.captured import load_entries
 from app.config import Config
 from app.engine import warden
-from app.engine.board import Board, Member, UnderWay
+from app.engine.board import Board, Member, UnderWay, start_board
 from app.engine.crash_search import ATTEMPTS, AttemptRecord, Gate
 from app.engine.part_worker import PartWorker
 from app.engine.patience import persistently
@@ -214,7 +214,16 @@ def test_a_row_that_crashes_every_engine_is_quarantined_and_the_others_are_kept(
 
 
 @pytest.mark.cluster
-def test_an_engine_that_ends_as_it_starts_stops_the_run(tiny: Path, tmp_path: Path, cluster: None) -> None:
+def test_an_engine_that_ends_as_it_starts_stops_the_run(
+    tiny: Path, tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Any] = []  # a handle, as Ray Data may keep one
+
+    def start() -> Any:
+        kept.append(start_board())
+        return kept[-1]
+
+    monkeypatch.setattr("app.pipelines.generate.start_board", start)
     config = tiny_config(
         tiny, tmp_path / "run", write_rows(tmp_path / "r.jsonl", prompts(6)), generate__max_attempts=2,
         generate__engine_args={"STUB_DIE_AT_START": 1},
@@ -222,6 +231,16 @@ def test_an_engine_that_ends_as_it_starts_stops_the_run(tiny: Path, tmp_path: Pa
     with pytest.raises(UserError, match="process ended 2 times while it started for part 0"):
         run_pipeline(config, stages_up_to("generate"))
     assert not (tmp_path / "run" / ATTEMPTS).exists()
+    wait_until(lambda: not boards(), 20)  # the driver goes on, and the small actor has nobody to hear
+    assert len(kept) == 1
+
+
+def boards() -> list[dict[str, Any]]:
+    """Small actors of generate that live."""
+    import ray
+
+    actors = ray._private.state.actors().values()
+    return [a for a in actors if a["ActorClassName"] == "generate_board" and a["State"] != "DEAD"]
 
 
 # F30: an engine or a node dies

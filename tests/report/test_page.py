@@ -90,18 +90,19 @@ def test_f74_another_form_of_the_target_is_said_at_the_top(finished: Path, tmp_p
 
 
 def test_f79_a_small_volume_is_noted_beside_what_was_used(finished: Path, tmp_path: Path) -> None:
-    """As a line of the doctor's that passed: a note, no error."""
+    """As a line of the doctor's: advice, no error."""
     ctx, run = copy_of(finished, tmp_path / "run")
     generate, train = run.manifest("generate"), run.manifest("train")
     assert generate is not None and train is not None
     examine(ctx)
     (line,) = [x for x in run.store.read_json("doctor.json")["lines"] if x["id"] == "E1"]
-    assert line["state"] == "passed" and line["next_step"].startswith("far below the usual volume of 50,000 samples")
+    assert line["state"] == "advice" and line["next_step"].startswith("far below the usual volume of 50,000 samples")
     report.run(ctx)
     page = run.store.read_bytes(report.PAGE).decode()
     used = (f"{generate.counts['samples']} samples", f"{generate.counts['tokens']['answer']} answer tokens", "2 epochs",
             "100 % of the samples looked at answered by the target itself")  # fmt: skip
     assert ", ".join(used) in page and "Next: far below the usual volume" in page
+    assert '<td>E1 enough data</td><td class="advice">advice</td>' in page
 
 
 def test_it_is_self_contained_and_escaped(finished: Path, tmp_path: Path) -> None:

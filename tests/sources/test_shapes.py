@@ -82,6 +82,26 @@ def test_columns_name_what_is_not_recognised() -> None:
     assert fault.value.reason == "missing_column" and "meta, reply, topic, uid" in fault.value.detail
 
 
+def test_columns_do_not_make_a_log_public() -> None:
+    """A logged row stays private whatever its columns are called, usable as a log or not; another row is not."""
+    chat = {"messages": talk((U, "q"))}
+    response = {"choices": [{"message": {"role": A, "content": "a"}}]}
+    logs: list[dict[str, Any]] = [
+        {"request": {"model": "m", **chat}, "response": response},
+        {"model": "m", "temperature": 0.5, **chat},
+        {"uuid": "1", "chat_messages": [{"sender": "human", "text": "Hello"}]},
+        {"chat_messages": [{"sender": "SECRET", "text": "x"}]},
+        {"response": response},
+    ]
+    for row in logs:
+        got = to_raw({**row, "ask": "q"}, {"prompt": "ask"})
+        assert got.private and got.messages == talk((U, "q")), row
+    assert not to_raw({**chat, "ask": "q"}, {"prompt": "ask"}).private
+    with pytest.raises(RowError) as fault:
+        to_raw({**logs[0], "ask": [{"role": "SECRET", "content": "x"}]}, {"messages": "ask"})
+    assert fault.value.reason == "unknown_role" and "SECRET" not in str(fault.value)
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

@@ -125,7 +125,7 @@ def test_a_draft_that_is_the_teacher_is_at_the_optimum(objective: Objective) -> 
     def buffer(name: str, n: int, columns: int, dtype: torch.dtype) -> Tensor:
         return buffers.setdefault(f"{name}{n}", torch.empty(n, columns, dtype=dtype))
 
-    result = row_losses(objective, rows, every, labels, spread, torch.tensor(0.3), buffer)
+    result = row_losses(objective, rows, every, labels, spread, torch.full((len(rows),), 0.3), buffer)
     mean = rows.unflatten(0, (2000, 3)).mean(0)  # [3, V] the gradient over all draws
     if objective.loss != "lk":  # alpha has a kink at its optimum
         assert float(mean.abs().max()) < (0.04 if objective.loss == "cross_entropy" else 1e-9)
@@ -146,7 +146,7 @@ def test_log_alpha_has_a_gradient_where_one_minus_alpha_has_none() -> None:
         logits[0, 7] = -20.0
         at = torch.zeros(1, dtype=torch.int64)
         objective = Objective(loss="lk", lk_form=form)  # type: ignore[arg-type]
-        row_losses(objective, logits, at, at + 7, teacher, torch.tensor(share), lambda *a: torch.empty(0))
+        row_losses(objective, logits, at, at + 7, teacher, torch.tensor([share]), lambda *a: torch.empty(0))
         norms[form] = float(logits.norm())
         assert float(logits[0, 7]) < 0  # descent raises the logit of the token the teacher wants
     assert norms["hybrid"] < 1e-8 and norms["log_alpha"] > 0.5

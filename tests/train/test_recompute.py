@@ -11,6 +11,7 @@ from torch import Tensor
 
 from app.train.fusion import rms_norm, swiglu
 from app.train.recompute import norm, norm_linear, swiglu_linear
+from app.train.weights import cast
 
 Product = Callable[..., Tensor]
 
@@ -20,24 +21,28 @@ def plain_norm(x: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
 
 
 def lean_norm(x: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
-    return norm_linear(x, gain, weight, 1e-5)
+    return norm_linear(x, gain, cast(weight.dtype, weight), 1e-5)
 
 
 def kept_norm(x: Tensor, gain: Tensor, weight: Tensor) -> Tensor:
-    return norm_linear(x, gain, weight, 1e-5, keeps=True)
+    return norm_linear(x, gain, cast(weight.dtype, weight), 1e-5, keeps=True)
 
 
 def plain_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
     return F.linear(swiglu(gate_up), weight)
 
 
+def lean_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
+    return swiglu_linear(gate_up, cast(weight.dtype, weight))
+
+
 def kept_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
-    return swiglu_linear(gate_up, weight, keeps=True)
+    return swiglu_linear(gate_up, cast(weight.dtype, weight), keeps=True)
 
 
 CASES = [
     (plain_norm, lean_norm, [(7, 12), (12,), (5, 12)]),
-    (plain_swiglu, swiglu_linear, [(7, 24), (5, 12)]),
+    (plain_swiglu, lean_swiglu, [(7, 24), (5, 12)]),
 ]
 
 
