@@ -148,11 +148,11 @@ def _result(
         "served_by": "our vLLM" if bench.server is None else bench.server,
         "domains": _domains(rows, first, head["num_draft_tokens"], config.evaluate.bootstrap, bench.seed),
         "by_draft_tokens": {
-            str(k): {
-                **{name: cells[n * len(done.cells)][name] for name in _SHORT},
-                "domains": _domains(rows, done, k, config.evaluate.bootstrap, bench.seed),
+            str(cell["num_draft_tokens"]): {
+                **{name: cell[name] for name in _SHORT},
+                "domains": _domains(rows, done, cell["num_draft_tokens"], config.evaluate.bootstrap, bench.seed),
             }
-            for n, (k, done) in enumerate(dones)
+            for cell, done in zip(cells[:: len(bench.concurrencies)], drafted.values(), strict=True)
         },
         "sets": _sets(baseline, first, head["num_draft_tokens"], bench.temperature > 0),
         "distribution_test": _distribution_test(ctx, baseline, first),

@@ -80,6 +80,9 @@ def test_two_servers(tiny: Path, tmp_path: Path, servers: tuple[FakeDraftServer,
     assert found["sets"]["questions"]["prompts"] == 4  # two turns, one, one
     assert found["sets"]["questions"]["speedup"] > 0
     assert [(c["num_draft_tokens"], c["concurrency"]) for c in found["sweep"]] == [(2, 4), (2, 2)]  # the server's own k
+    (told,) = found["by_draft_tokens"].values()
+    assert list(found["by_draft_tokens"]) == ["2"] and told["acceptance_length"] == found["acceptance_length"]
+    assert told["domains"].keys() == found["domains"].keys()
     for cell in found["sweep"]:
         assert cell["speedup_interval"][0] <= cell["speedup"] <= cell["speedup_interval"][1]
         assert cell["latency"]["draft"]["ttft"]["p95"] >= cell["latency"]["draft"]["ttft"]["p50"] > 0
