@@ -176,6 +176,11 @@ class PartEntry:
     def bytes(self) -> int:
         return sum(int(f["size"]) for f in self.files.values())
 
+    @property
+    def checksums(self) -> dict[str, str]:
+        """Of its data files, by kind."""
+        return {kind: checksum_of(file) for kind, file in self.files.items()}
+
 
 _FILE_NAME = re.compile(r"[\w-]+\.(parquet|safetensors)")  # of a folder's own: no path
 _ENTRY_TYPES: dict[str, Any] = {

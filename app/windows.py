@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from app.checksum import checksum_of
 from app.config import Config
 from app.parts import PartEntry, entry_readers, read_entry
 from app.runfolder import digest_of, sealed, unsealed
@@ -66,7 +65,7 @@ class Windows:
 
 def content_of(entry: PartEntry) -> str:
     """Digest of what a part holds."""
-    return digest_of({kind: checksum_of(file) for kind, file in entry.files.items()})
+    return digest_of(entry.checksums)
 
 
 def read_windows(store: Store) -> Windows | None:

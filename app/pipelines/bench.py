@@ -136,6 +136,14 @@ def _result(
             cell |= {"concurrency": served.concurrency, "temperature": bench.temperature}
             cells.append(cell)
     head, first = cells[0], dones[0][1]
+    by_draft_tokens = {
+        str(k): {
+            **{name: cell[name] for name in _SHORT},
+            "domains": _domains(rows, done, k, config.evaluate.bootstrap, bench.seed),
+        }
+        for cell, done in zip(cells[:: len(bench.concurrencies)], drafted.values(), strict=True)
+        for k in [cell["num_draft_tokens"]]
+    }
     private = {number for number, row in enumerate(rows) if row["private"]}
     examples = [{**e, "sample_id": rows[e["prompt"]]["sample_id"]} for e in head["mismatch_examples"]]
     all_done = [d for d in (baseline, *drafted.values()) if d is not None]
@@ -146,14 +154,8 @@ def _result(
         "conversations": len(set(conversations)),
         "max_new_tokens": _limit(ctx),
         "served_by": "our vLLM" if bench.server is None else bench.server,
-        "domains": _domains(rows, first, head["num_draft_tokens"], config.evaluate.bootstrap, bench.seed),
-        "by_draft_tokens": {
-            str(cell["num_draft_tokens"]): {
-                **{name: cell[name] for name in _SHORT},
-                "domains": _domains(rows, done, cell["num_draft_tokens"], config.evaluate.bootstrap, bench.seed),
-            }
-            for cell, done in zip(cells[:: len(bench.concurrencies)], drafted.values(), strict=True)
-        },
+        "domains": by_draft_tokens[str(head["num_draft_tokens"])]["domains"],
+        "by_draft_tokens": by_draft_tokens,
         "sets": _sets(baseline, first, head["num_draft_tokens"], bench.temperature > 0),
         "distribution_test": _distribution_test(ctx, baseline, first),
         "sweep": [{n: v for n, v in c.items() if n != "mismatch_examples"} for c in cells],

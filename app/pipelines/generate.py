@@ -16,7 +16,6 @@ from typing import Any
 
 from app.budget import STOPPED_BY, Budget, stopped_words
 from app.captured import TARGET_TOKENIZER, TARGET_WEIGHTS, part_keys
-from app.checksum import checksum_of
 from app.cluster import connect
 from app.config import Config
 from app.engine.base import EngineSpec
@@ -398,7 +397,7 @@ def counts_of(entries: list[PartEntry]) -> dict[str, Any]:
 
 def content_digest(entries: list[PartEntry]) -> str:
     """Digest of everything the parts hold."""
-    return digest_of([[e.part, {k: checksum_of(f) for k, f in e.files.items()}] for e in entries])
+    return digest_of([[e.part, e.checksums] for e in entries])
 
 
 def _result(ctx: StageContext, entries: list[PartEntry], rows: int, stopped: dict[str, Any] | None) -> StageResult:

@@ -96,11 +96,13 @@ def run(ctx: StageContext) -> StageResult:
     config, target, store = ctx.config, ctx.target, ctx.run.store
     entries = load_entries(ctx)
     split = load_split(store, entries, config)
-    counts = _count_parts(store, entries, split, target.vocab_size)
     windows = windows_of(store, config, entries)
     first = entries_of(store, windows.sealed[0]) if windows is not None else entries
-    counted = counts["train"] if first is entries else _count_parts(store, first, split, target.vocab_size)["train"]
-    vocab, keep = _choose(ctx, counted)
+    counted = _count_parts(store, first, split, target.vocab_size)
+    vocab, keep = _choose(ctx, counted["train"])
+    others = [e for e in entries if e.part not in {f.part for f in first}]
+    more = _count_parts(store, others, split, target.vocab_size)
+    counts = {name: count + more[name] for name, count in counted.items()}
     size = len(vocab.kept_ids)
     shares = {name: coverage(count, vocab.kept_ids) for name, count in counts.items()}
     log.info(

@@ -25,15 +25,15 @@ def move(
     finite: whether this rank's losses are numbers, a scalar bool on the draft's device. Returns the gradient's norm
     before the cut, and whether the weights moved: on no rank where any rank has a loss or norm that is not a number.
     """
-    held = [p for p in draft.parameters() if p.grad is not None]
-    norm = sharding.full(torch.nn.utils.get_total_norm([p.grad for p in held if p.grad is not None]))
+    gradients = [p.grad for p in draft.parameters() if p.grad is not None]
+    norm = sharding.full(torch.nn.utils.get_total_norm(gradients))
     broken = ranks.sum((~(finite & norm.isfinite())).float()).clamp(max=1.0)
     if isinstance(optimizer, torch.optim.AdamW) and not sharding.is_sharded(draft):
         fused: Any = optimizer
         fused.grad_scale, fused.found_inf = (norm.float() / clip).clamp(min=1.0), broken
         optimizer.step()
     elif not float(broken):
-        torch.nn.utils.clip_grads_with_norm_(held, clip, norm)
+        torch.nn.utils.clip_grads_with_norm_(draft.parameters(), clip, norm)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     value, skipped = torch.stack([norm.float(), broken]).tolist()

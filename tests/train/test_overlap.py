@@ -57,14 +57,6 @@ def worker_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "sized", lambda *args, **more: None)  # asks Ray
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def a_config(tiny: Path, run: Path, rows: int = 80, **changes: Any) -> Config:
     source = write_rows(run.parent / f"rows{rows}.jsonl", prompts(rows))
     settings = {"train__start_after": 0.25, "train__epochs": 2, "train__tokens_per_step": 128, **changes}
@@ -113,6 +105,20 @@ def until_step(config: Config, number: int) -> None:
     while len(steps(config)) < number:
         assert time.monotonic() < deadline, "no step came"
         time.sleep(0.02)
+
+
+def stopped(tiny: Path, run: Path) -> Config:
+    """A run whose generate failed at part 5, when training beside it had made two steps."""
+    config = a_config(tiny, run)
+
+    def fails(now: int) -> None:
+        if now == 5:
+            until_step(config, 2)
+            raise UserError("generate: stop")
+
+    with pytest.raises(UserError, match="generate: stop"):
+        run_pipeline(config, stages(fails))
+    return config
 
 
 def weights(config: Config) -> dict[str, Tensor]:
@@ -243,15 +249,7 @@ def test_what_ends_training_ends_generate_at_the_next_part(tiny: Path, tmp_path:
 
 
 def test_a_part_made_again_lets_training_start_over(tiny: Path, tmp_path: Path, caplog: Any) -> None:
-    config = a_config(tiny, tmp_path / "run")
-
-    def fails(now: int) -> None:
-        if now == 5:
-            until_step(config, 2)
-            raise UserError("generate: stop")
-
-    with pytest.raises(UserError, match="generate: stop"):
-        run_pipeline(config, stages(fails))
+    config = stopped(tiny, tmp_path / "run")
     (tmp_path / "run" / PARTS / "part-00001.json").unlink()
     caplog.clear()
     with caplog.at_level(logging.WARNING, "draftmill"):
@@ -263,15 +261,7 @@ def test_a_part_made_again_lets_training_start_over(tiny: Path, tmp_path: Path, 
 
 
 def test_other_settings_begin_anew_and_keep_no_window(tiny: Path, tmp_path: Path) -> None:
-    config = a_config(tiny, tmp_path / "run")
-
-    def fails(now: int) -> None:
-        if now == 5:
-            until_step(config, 2)
-            raise UserError("generate: stop")
-
-    with pytest.raises(UserError, match="generate: stop"):
-        run_pipeline(config, stages(fails))
+    stopped(tiny, tmp_path / "run")
     changed = a_config(tiny, tmp_path / "run", train__learning_rate=2e-3)
     run_pipeline(changed, stages())
     assert parts_of(read_windows(context(changed).run.store))[0] == [0, 1, 2, 3, 4]
