@@ -563,6 +563,16 @@ class RayConfig(Section):
     dashboard: bool = Field(True, description="local cluster only")
     engine_cpus: float = Field(1, gt=0, description="CPUs reserved per engine")
 
+    @field_validator("address")
+    @classmethod
+    def _no_dashboard(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith(("http://", "https://")):
+            raise ValueError(
+                "that is a dashboard, which `draftmill submit --address` talks to; give HOST:6379 (the address that"
+                " `ray start --head` printed), or local"
+            )
+        return value
+
 
 class StorageConfig(Section):
     rows_per_part: int = Field(64, gt=0, description="rows of one part: the unit of work and of resume")

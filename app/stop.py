@@ -47,10 +47,17 @@ def stop(run: str, address: str | None) -> list[str]:
         client = job_server.client(cluster)
         with job_server.explained(cluster):
             jobs = [j for j in running_jobs(client) if _works_on(j, run_dir, holder)]
+            ended = None if jobs else _last_of(client, run_dir)
         if jobs:
             return [_stop_job(cluster, j.submission_id) for j in jobs]
+    if holder is None and known is None:
+        return [f"nothing runs on {run_dir}"]
     if holder is None:
-        return [f"nothing runs on {run_dir}" + ("" if known is None else f", and no job of {known} does")]
+        told = f"nothing runs on {run_dir}, and no job of {known} does"
+        if ended is None:
+            return [told]
+        log = follow_line(cluster, ended.submission_id)
+        return [f"{told}; its last, {ended.submission_id}, ended: {ended.status}; its log: {log}"]
     if not holder.here:
         raise UserError(
             f"{run_dir} is held by pid {holder.pid} on {holder.host}, which is no job of"
@@ -65,6 +72,12 @@ def _works_on(job: Any, run_dir: str, holder: Holder | None) -> bool:
         return bool(named == run_dir)
     driver, ours = job.driver_info, "-m app" in job.entrypoint or "draftmill" in job.entrypoint
     return ours and holder is not None and driver is not None and str(driver.pid) == str(holder.pid)
+
+
+def _last_of(client: Any, run_dir: str) -> Any | None:
+    """The job of a run that was submitted last, though it has ended."""
+    ours = [j for j in client.list_jobs() if (j.metadata or {}).get("run_dir") == run_dir]
+    return max(ours, key=lambda j: j.start_time or 0, default=None)
 
 
 def _run_dir_of(run: str) -> str:

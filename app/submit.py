@@ -25,6 +25,7 @@ STOP_WAIT_S = 120  # between Ray's SIGTERM and its SIGKILL; Ray's own 3 s cut th
 ENV_VARS = {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
 _RETRY_S = 5.0  # between two tries to reach a cluster whose connection broke while its job was followed
 _RETRIES = 12
+_FIRST_S = 10.0  # of a job that nobody follows, in which its failure is waited for
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,24 @@ def submit(submission: Submission, address: str | None, follow: bool) -> int:
     print(f"submitted {job} to {cluster.url}; run folder {run_dir}")
     print(f"stop it with: draftmill stop {shlex.quote(run_dir)} --address {cluster.url}")
     if not follow:
-        print(f"follow it with: {follow_line(cluster, job)}")
-        return 0
+        print(f"follow it with: {follow_line(cluster, job)}", flush=True)
+        if not _fails_at_once(client, job):
+            return 0
     return _follow(client, cluster, job)
+
+
+def _fails_at_once(client: Any, job: str) -> bool:
+    """Whether the job fails in its first seconds, as one does whose nodes lack a package or the configuration."""
+    deadline = time.monotonic() + _FIRST_S
+    try:
+        while time.monotonic() < deadline:
+            status = client.get_job_status(job)
+            if status.is_terminal():
+                return str(status) == "FAILED"
+            time.sleep(_FIRST_S / 20)
+    except (Exception, KeyboardInterrupt) as error:  # it is submitted, and can be asked for later
+        log.debug("%s was not looked at to the end: %r", job, error)
+    return False
 
 
 def _command(submission: Submission, run_dir: str) -> list[str]:

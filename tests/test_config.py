@@ -80,6 +80,8 @@ def test_the_reference_is_up_to_date() -> None:
 
 
 def test_the_dashboards_address_is_told_from_a_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"ray\.address = .*that is a dashboard.*give HOST:6379"):
+        load_config(None, [SOURCE, "ray.address=http://head:8265"])
     monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
     with pytest.raises(UserError, match=r"RAY_ADDRESS is http://head:8265, the dashboard .* set ray.address=HOST:6379"):
         connect(RayConfig())

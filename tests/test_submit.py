@@ -498,6 +498,25 @@ def test_an_interrupt_leaves_the_job_running(capsys: pytest.CaptureFixture[str])
     assert "j goes on; follow it again with: RAY_AUTH_MODE=token ray job logs --address http://head:8265" in said
 
 
+@pytest.mark.parametrize(("status", "fails"), [("FAILED", True), ("SUCCEEDED", False), ("STOPPED", False)])
+def test_a_job_that_nobody_follows_is_looked_at_for_a_moment(status: str, fails: bool) -> None:
+    assert submission._fails_at_once(Job(status=status), "j") is fails
+
+
+def test_an_interrupt_ends_the_look_and_not_the_job() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    assert submission._fails_at_once(Job(status="FAILED", asked=interrupt), "j") is False
+
+
+def test_a_job_that_runs_is_left_alone_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "_FIRST_S", 0.05)
+    looks: list[int] = []
+    assert submission._fails_at_once(Job(["more"], asked=lambda: looks.append(1)), "j") is False
+    assert len(looks) > 1
+
+
 def test_a_job_that_did_not_begin_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert submission._follow(Job([], status="FAILED"), CLUSTER, "j") == 1
     assert capsys.readouterr().out == "j: FAILED before it began (it failed for a reason)\n"
@@ -555,6 +574,19 @@ def test_stop_ends_the_job_of_the_run(checkout: Path, server: JobServer, draftmi
     assert "raysubmit_this: STOPPED; what is committed stays, and submitting the run again resumes it" in done.stdout
     again = draftmill_here("stop", "runs/a", "--address", server.url)
     assert again.stdout.startswith(f"nothing runs on {run}, and no job of") and server.stopped == ["raysubmit_this"]
+
+
+def test_stop_names_the_job_that_failed_before_it_made_a_run_folder(
+    checkout: Path, server: JobServer, draftmill_here: Command
+) -> None:
+    metadata = {"run_dir": f"{checkout}/runs/a"}
+    server.jobs = [
+        job("raysubmit_late", "FAILED", metadata=metadata, start_time=2),
+        job("raysubmit_early", "STOPPED", metadata=metadata, start_time=1),
+    ]
+    done = draftmill_here("stop", "runs/a", "--address", server.url)
+    assert done.returncode == 0 and "; its last, raysubmit_late, ended: FAILED; its log: " in done.stdout
+    assert "ray job logs" in done.stdout and server.stopped == []
 
 
 def test_stop_knows_a_job_of_the_plain_line_by_its_driver(
